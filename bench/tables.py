@@ -4,10 +4,10 @@
     python bench/tables.py speculation --models gpt_oss qwen3_next --gpus 0 1 --work /tmp/speculation --peer-path SITE
     python bench/tables.py ranks --dry-run
 
-A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. Commands are
-dealt to the GPUs. On each GPU they load side by side as far as they fit, and one at a time is measured while the others
-stand still; each GPU's commands have CPUs of their own. An engine that was stopped while it loaded has no time to start
-in the table. Results of models that are not measured again stay in the file.
+A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. GPUs take the
+next model, or with `spread` the next command. On each GPU they load side by side as far as they fit, and one at a time
+is measured while the others stand still; each GPU's commands have CPUs of their own. An engine that was stopped while
+it loaded has no time to start in the table. Results of models that are not measured again stay in the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 from bench.engine.options import host_of  # noqa: E402
 from bench.engine.report import HOSTED, OURS  # noqa: E402
-from bench.engine.turns import Turn, take_turns  # noqa: E402
+from bench.engine.turns import Share, Turn, Waiting, take_turns  # noqa: E402
 
 TABLES, CONFIGS, RESULTS = (ROOT / "bench" / name for name in ("engine/tables", "configs", "results"))
 # Each command's SGLang engines have ten ports of their own.
@@ -209,28 +209,31 @@ def run(
     table: Table, lines: Mapping[str, Sequence[str]], groups: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> dict[str, bool]:
     """Measure. Returns by command whether its engines were stopped while they loaded."""
-    dealt: list[list[Turn]] = [[] for _ in groups]
-    numbers = {model.name: number for number, model in enumerate(table.models)}
-    for place, command in enumerate(table.commands()):
-        number = (place if table.given["spread"] else numbers[command.model.name]) % len(groups)
-        dealt[number].append(turn(table, command, lines[command.name], groups[number], options))
+    commands = table.commands()
+    turns = {one.name: turn(table, one, lines[one.name], options) for one in commands}
+    waiting = [Waiting(turns.values())] * len(groups)
+    if not table.given["spread"]:
+        numbers = {model.name: number % len(groups) for number, model in enumerate(table.models)}
+        own = (
+            [turns[one.name] for one in commands if numbers[one.model.name] == number] for number in range(len(groups))
+        )
+        waiting = [Waiting(one) for one in own]
     cores = sorted(os.sched_getaffinity(0))
     gigabytes = options.gpu_gigabytes or memory_of(options.gpus[0])
     found: dict[str, bool] = {}
 
     def measure(number: int) -> None:
-        share = cores[number * len(cores) // len(groups) : (number + 1) * len(cores) // len(groups)]
-        found.update(take_turns(dealt[number], gigabytes, share or cores, say))
+        some = cores[number * len(cores) // len(groups) : (number + 1) * len(cores) // len(groups)]
+        found.update(take_turns(waiting[number], Share(groups[number], gigabytes, some or cores), say))
 
     with ThreadPoolExecutor(len(groups)) as pool:
         list(pool.map(measure, range(len(groups))))
     return found
 
 
-def turn(table: Table, command: Command, line: Sequence[str], gpus: Sequence[int], options: argparse.Namespace) -> Turn:
+def turn(table: Table, command: Command, line: Sequence[str], options: argparse.Namespace) -> Turn:
     caches = options.work / "caches" / command.name
     environment = {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         # Threads of engines that wait for their turn would wait for each other on all CPUs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
         "TRITON_CACHE_DIR": str(caches / "triton"),

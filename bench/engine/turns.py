@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,29 @@ class Turn:
     gigabytes: float
 
 
+@dataclass(frozen=True)
+class Share:
+    """Of a host, what commands have that take turns: GPUs of `gigabytes` each, and CPUs."""
+
+    gpus: Sequence[int]
+    gigabytes: float
+    cores: Sequence[int]
+
+
+class Waiting:
+    """Turns that nobody has taken yet, in their order. Several shares may take from it at once."""
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._turns, self._lock = deque(turns), threading.Lock()
+
+    def take(self, most: float | None) -> Turn | None:
+        """The first one, if it needs no more than `most` gigabytes; None: any number."""
+        with self._lock:
+            if not self._turns or (most is not None and self._turns[0].gigabytes > most):
+                return None
+            return self._turns.popleft()
+
+
 @dataclass
 class _Running:
     turn: Turn
@@ -52,20 +76,19 @@ class _Running:
                 os.kill(pid, what)
 
 
-def take_turns(
-    turns: Iterable[Turn], gigabytes: float, cores: Sequence[int], say: Callable[[str], object] = print
-) -> dict[str, bool]:
-    """Run all of `turns`, which have the same GPUs of `gigabytes` each, on CPUs `cores`. A turn starts as soon as it
-    and those before it fit. Returns by name whether its engines were stopped while they loaded: then the time that they
-    took to start means nothing.
+def take_turns(waiting: Waiting, share: Share, say: Callable[[str], object] = print) -> dict[str, bool]:
+    """Run turns on a share until none is waiting. The next one starts as soon as it fits beside those that run. Returns
+    by name whether its engines were stopped while they loaded: then the time that they took to start means nothing.
     """
-    waiting, running = deque(turns), list[_Running]()
+    running = list[_Running]()
     stopped: dict[str, bool] = {}
     try:
-        while waiting or running:
-            while waiting and (not running or _used(running) + waiting[0].gigabytes <= gigabytes):
-                running.append(_start(waiting.popleft(), cores))
-                say(f"{running[-1].turn.name}: loads")
+        while True:
+            while (turn := waiting.take(share.gigabytes - _used(running) if running else None)) is not None:
+                running.append(_start(turn, share))
+                say(f"{turn.name}: loads")
+            if not running:
+                break
             ready = next((one for one in running if one.is_ready()), None)
             if ready is None:
                 time.sleep(_POLL_S)
@@ -85,10 +108,11 @@ def _used(running: Iterable[_Running]) -> float:
     return sum(one.turn.gigabytes for one in running)
 
 
-def _start(turn: Turn, cores: Sequence[int]) -> _Running:
-    pinned = ["taskset", "--cpu-list", ",".join(map(str, cores)), *turn.command]
+def _start(turn: Turn, share: Share) -> _Running:
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, share.cores)), *turn.command]
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, share.gpus))}
     with turn.log.open("wb") as log:
-        environment = {**os.environ, **turn.environment}
+        environment = {**os.environ, **gpus, **turn.environment}
         return _Running(turn, subprocess.Popen(pinned, env=environment, stdout=log, stderr=subprocess.STDOUT))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from test_engine_bench import tiny
 
 from bench.engine import turns
 from bench.engine.options import parse
-from bench.engine.turns import Turn, family, take_turns
+from bench.engine.turns import Share, Turn, Waiting, family, take_turns
 
 NAMES = sorted(file.stem for file in (BENCH / "engine" / "tables").glob("*.toml"))
+SHARE = Share(gpus=(0,), gigabytes=10, cores=(0,))
 # Loads for LOAD seconds, measures for half of one, and says when it ran.
 COMMAND = """
 import pathlib, sys, time
@@ -68,7 +71,7 @@ def test_commands_are_measured_one_at_a_time_in_the_order_they_are_ready(
 ) -> None:
     monkeypatch.setattr(turns, "_SETTLE_S", 0.2)
     asked = [turn(tmp_path, "slow", load=1.5), turn(tmp_path, "quick", load=0.3, engines=3)]
-    stopped = take_turns(asked, 10, [0], lambda text: None)
+    stopped = take_turns(Waiting(asked), SHARE, lambda text: None)
     assert list(stopped) == ["quick", "slow"] and stopped == {"quick": False, "slow": True}
     _, begin, end = said(tmp_path, "quick")
     times, later, _ = said(tmp_path, "slow")
@@ -84,12 +87,19 @@ def test_what_does_not_fit_waits_and_what_fails_holds_nobody_up(tmp_path: Path) 
         turn(tmp_path, "third", load=0.2, gigabytes=80),
     ]
     lines: list[str] = []
-    assert take_turns(asked, 10, [0], lines.append) == dict.fromkeys(("first", "second", "third"), False)
+    assert take_turns(Waiting(asked), SHARE, lines.append) == dict.fromkeys(("first", "second", "third"), False)
     assert [line for line in lines if "ended" in line] == [
         f"{name}: ended with code {code}" for name, code in (("first", 3), ("second", 0), ("third", 0))
     ]
     ends = [said(tmp_path, name)[2] for name in ("first", "second")]
     assert ends < [min(said(tmp_path, name)[0]) for name in ("second", "third")]
+
+
+def test_a_share_that_is_free_takes_the_next_turn(tmp_path: Path) -> None:
+    waiting = Waiting(turn(tmp_path, name, load=load, gigabytes=8) for name, load in (("long", 3), ("a", 0), ("b", 0)))
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda gpu: [*take_turns(waiting, replace(SHARE, gpus=(gpu,)), lambda text: None)], (0, 1))]
+    assert sorted(found) == [["a", "b"], ["long"]]
 
 
 def test_nothing_is_left_running_when_it_is_interrupted(tmp_path: Path) -> None:
@@ -98,7 +108,7 @@ def test_nothing_is_left_running_when_it_is_interrupted(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        take_turns([turn(tmp_path, name, load=60) for name in ("first", "second")], 10, [0], interrupt)
+        take_turns(Waiting(turn(tmp_path, name, load=60) for name in ("first", "second")), SHARE, interrupt)
     time.sleep(0.2)
     own = Path("/proc/self").resolve().name
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(int(own)) if str(pid) != own]
@@ -171,7 +181,7 @@ def test_figures_of_a_run_before_are_not_taken_for_those_of_one_that_failed(tabl
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     for command in table.commands():
-        tables.turn(table, command, [], [0], options)
+        tables.turn(table, command, [], options)
     assert [file.name for file in tmp_path.glob("*/*")] == ["other.json"]
     assert tables.write(table, {}, options) == 1
 
