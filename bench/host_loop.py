@@ -1,11 +1,13 @@
-"""What a decode step of vLLM with the plugin costs its host, beside the model's pass.
+"""What a decode step costs its host beside the model's pass: of our engine, and of vLLM with the plugin.
 
+    python bench/host_loop.py LlamaForCausalLM --engine allotrope
     PYTHONPATH=. path/to/vllm/bin/python bench/host_loop.py Qwen3NextForCausalLM
 
 A tiny random model of the architecture runs on a CPU, in this process. The time of each step less that of the model's
 pass is scheduling, metadata, sampling and output, much of it once for each block table that the caches need. Beside it
 stands how many operations of PyTorch the step calls, the pass left out: on a GPU most launch a kernel or a copy.
-With ALLOTROPE_VLLM=0 it is vLLM's own model, where vLLM has one that runs on a CPU.
+With ALLOTROPE_VLLM=0 it is vLLM's own model, where vLLM has one that runs on a CPU. A GPU waits for a host whose step
+takes longer than the pass.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,7 @@ class Operations(TorchDispatchMode):
 
 
 class Steps:
-    """An engine core's step and its model's pass, as the core calls them.
+    """An engine's step and its model's pass, as the engine calls them.
 
     `seconds`: of each step, the time of it all and of the pass. `operations`: of each step that was counted, those
     beside the pass. `counts`: whether to count, which takes time of its own.
@@ -84,8 +87,36 @@ class Steps:
         return found
 
 
-def measure(path: Path, options: argparse.Namespace) -> Iterator[str]:
-    """One line for each number of requests."""
+@dataclass(frozen=True)
+class Loaded:
+    """An engine. `tables`: block tables that its caches need. `generate`: of prompts, all at once."""
+
+    tables: int
+    steps: Steps
+    generate: Callable[[list[list[int]]], object]
+
+
+def load_allotrope(path: Path, options: argparse.Namespace) -> Loaded:
+    from allotrope import LLM, SamplingParams
+
+    llm = LLM(
+        str(path),
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=max(options.requests),
+        enable_prefix_caching=options.prefix_caching,
+        async_scheduling="on",
+    )
+    engine: Any = llm.engine
+    steps = Steps(engine.step, engine.model.forward)
+    engine.step, engine.model.forward = steps.step, steps.forward
+    wanted = SamplingParams(max_tokens=options.steps, temperature=0, ignore_eos=True)
+    tables = sum(one.group.kind != "state" for one in engine.memory.groups)
+    return Loaded(tables, steps, lambda prompts: llm.generate(prompts, wanted))
+
+
+def load_vllm(path: Path, options: argparse.Namespace) -> Loaded:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -99,29 +130,44 @@ def measure(path: Path, options: argparse.Namespace) -> Iterator[str]:
     )
     core: Any = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    groups = len(core.scheduler.kv_cache_config.kv_cache_groups)
+    tables = len(core.scheduler.kv_cache_config.kv_cache_groups)
     steps = Steps(core.step_fn, runner.model.forward)
     core.step_fn, runner.model.forward = steps.step, steps.forward
     wanted = SamplingParams(max_tokens=options.steps, temperature=0, ignore_eos=True, detokenize=False)
+
+    def generate(prompts: list[list[int]]) -> None:
+        given: Any = [{"prompt_token_ids": ids} for ids in prompts]
+        llm.generate(given, wanted, use_tqdm=False)
+
+    return Loaded(tables, steps, generate)
+
+
+def measure(loaded: Loaded, options: argparse.Namespace) -> Iterator[str]:
+    """One line for each number of requests."""
+    steps = loaded.steps
     for count in options.requests:
-        given: Any = [{"prompt_token_ids": [5 + (i + j) % 90 for j in range(16)]} for i in range(count)]
+        prompts = [[5 + (i + j) % 90 for j in range(16)] for i in range(count)]
         for steps.counts in (True, False):
             steps.seconds.clear()
             steps.operations.clear()
-            llm.generate(given, wanted, use_tqdm=False)
+            loaded.generate(prompts)
             if steps.counts:
                 operations = statistics.median_low(steps.operations[EDGE:-EDGE])
         outside, passes = zip(*((whole - own, own) for whole, own in steps.seconds[EDGE:-EDGE]), strict=True)
         found = [f"{1e6 * statistics.median(each):.0f}" for each in (outside, passes)]
         yield (
-            f"{groups} block tables, {count} requests: {found[0]} µs and {operations} operations beside a pass of"
-            f" {found[1]} µs"
+            f"{loaded.tables} block tables, {count} requests: {found[0]} µs and {operations} operations beside a pass"
+            f" of {found[1]} µs"
         )
+
+
+LOADERS = {"allotrope": load_allotrope, "vllm": load_vllm}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architecture", help="as config.json names it; each in a call of its own")
+    parser.add_argument("--engine", choices=LOADERS, default="vllm")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="that decode together")
     parser.add_argument("--steps", type=int, default=60, help="of each request")
     parser.add_argument("--prefix-caching", action="store_true", help="share prefixes, for which pages stay short")
@@ -130,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = {"architectures": [options.architecture]}
     with tempfile.TemporaryDirectory() as folder:
         write_random(find_architecture(names, options.architecture).tiny() | names, Path(folder), None, 0)
-        for line in measure(Path(folder), options):
+        for line in measure(LOADERS[options.engine](Path(folder), options), options):
             print(f"{options.architecture}: {line}", flush=True)
     return 0
 
