@@ -25,7 +25,6 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from allotrope.engine.layout_plan import LayoutPlanner, Machines  # noqa: E402
-from allotrope.engine.layout_report import name  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.cost_model import DECODE, PROMPTS, batches, layout_of, released_config, seconds_of, sliced  # noqa: E402
@@ -79,7 +78,7 @@ def page(rows: Sequence[Measured]) -> str:
     """The comparison for people."""
     lines = ["| model | case | layout | ms measured | ms expected | | prompts s | expected | |", f"|{'---|' * 9}"]
     for row in rows:
-        cells = [row.model, row.case, name(row.layout)]
+        cells = [row.model, row.case, row.layout.name]
         for kind, scale, digits in ((DECODE, 1e3, 2), (PROMPTS, 1.0, 3)):
             numbers = (row.measured[kind] * scale, row.expected[kind] * scale)
             cells += [*(f"{number:.{digits}f}" for number in numbers), f"{100 * row.error(kind):+.0f} %"]
@@ -88,7 +87,7 @@ def page(rows: Sequence[Measured]) -> str:
     lines += ["", f"Mean error: {means[0]:.1f} % of a decode step, {means[1]:.1f} % of a batch of prompts.", ""]
     lines += ["| model | case | a plan chooses | fastest | time over the fastest |", "|---|---|---|---|---|"]
     for model, case, chosen, fastest, behind in choices(rows):
-        lines.append(f"| {model} | {case} | {name(chosen)} | {name(fastest)} | {1 + behind:.2f} |")
+        lines.append(f"| {model} | {case} | {chosen.name} | {fastest.name} | {1 + behind:.2f} |")
     return "\n".join(lines) + "\n"
 
 
