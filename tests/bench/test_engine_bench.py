@@ -474,6 +474,24 @@ def test_layouts_are_compared_with_the_same_layout_of_ours() -> None:
     assert engine_report.compared_pairs(engines | {"allotrope": {}}) == own + pairs
 
 
+def test_layouts_of_a_peer_are_columns(engine: Any, weights: Any, tmp_path: Path) -> None:
+    model, out = tmp_path / "tiny", tmp_path / "found"
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
+    (tmp_path / "vllm.py").write_text(VLLM)
+    command = [str(model), "--engines", "vllm", "--peer-path", str(tmp_path), "--cases", "8/3/3", "--runs", "1"]
+    assert engine.main([*command, "--layouts", "TP2+EP", "DP2", "--forced", "5", "--out", str(out)]) == 0
+    found = json.loads(out.with_suffix(".json").read_text())["models"]["tiny"]["engines"]
+    assert [(name, one["ranks"], one["kv_tokens"]) for name, one in found.items()] == [
+        ("vllm TP2 EP", 2, 64),
+        ("vllm DP2", 2, 128),
+    ]
+    # It is told by its environment instead.
+    assert found["vllm DP2"]["options"]["data_parallel_size"] == 2
+    assert "data_parallel_size" not in json.loads((tmp_path / "vllm.json").read_text())[0]
+    page = out.with_suffix(".md").read_text()
+    assert "|  | tokens of context that fit | 64 | 128 |" in page and "| 8/3/3 | TPOT ms |" in page
+
+
 def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_path: Path) -> None:
     weights.write_checkpoint(tiny("LlamaForCausalLM"), tmp_path / "tiny")
     command = [str(tmp_path / "tiny"), "--engines", "allotrope", "--limit", "0.3", "--out", str(tmp_path / "found")]
