@@ -41,6 +41,22 @@ class RankLayout:
         """Ranks of one pipeline stage."""
         return self.data * self.tensor
 
+    @property
+    def name(self) -> str:
+        """For tables: the sizes above one, and whether ranks hold whole experts, such as "TP2 DP4 EP"."""
+        sizes = {"TP": self.tensor, "DP": self.data, "PP": self.pipeline}
+        parts = [f"{short}{size}" for short, size in sizes.items() if size > 1]
+        return " ".join([*(parts or ["TP1"]), *(["EP"] if self.expert_parallel else [])])
+
+    @classmethod
+    def named(cls, name: str) -> RankLayout:
+        """The layout with that name. Raises ValueError if there is none."""
+        sizes = {part[:2]: int(part[2:]) for part in name.split() if part[2:].isdecimal()}
+        found = cls(sizes.get("TP", 1), sizes.get("DP", 1), sizes.get("PP", 1), name.endswith(" EP"))
+        if found.name != name:
+            raise ValueError(f"no layout is named {name!r}; names are such as TP1, TP2, DP2, TP2 DP4 PP2 and TP2 EP")
+        return found
+
     def position(self, rank: int) -> RankPosition:
         """Where `rank` stands."""
         stage, in_stage = divmod(rank, self.stage_size)

@@ -5,15 +5,17 @@
     python bench/engine.py /tmp/gpt_oss --peers vllm sglang --peer-path vllm=SITE sglang=OTHER_SITE
     python bench/engine.py /tmp/gpt_oss --engines sglang sglang+allotrope --peer-path sglang=OTHER_SITE
     python bench/engine.py /tmp/gpt_oss --tensor-parallel-size 1 2
+    python bench/engine.py /tmp/gpt_oss --layouts TP2 TP2+EP DP2 DP2+EP
     python bench/engine.py /tmp/gpt_oss --roofline
     python bench/engine.py /tmp/qwen3_next --peers vllm --speculate 1 3 --accept 1.8 2.8
 
 Each engine has a process of its own, ours first; the GPUs are free again before the next one, unless `--interleave`
 loads all at once. Columns that differ in the acceptance that is forced share one, one after the other: no engine is
 compiled for it. `vllm+allotrope` and `sglang+allotrope` are the peer's vLLM and SGLang with this checkout's plugin.
-With several numbers of ranks each engine is measured with each of them; "vllm TP2" is vLLM with two. start: seconds
-from starting the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have
-one token. TPOT: (seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
+With several numbers of ranks, or several --layouts, each engine is measured in each of them: "vllm TP2" is vLLM with
+two tensor-parallel ranks, "vllm DP2 EP" with two data-parallel ones that have whole experts. start: seconds from
+starting the process to the first token after a prompt of 8. prefill: seconds until all prompts of a batch have one
+token. TPOT: (seconds for all tokens - prefill) / (tokens - 1). Prompts are random and never come twice.
 
 How many of the requests' tokens differ in a step is told beside TPOT: equal tokens choose the same experts, and then
 fewer weights are read.
@@ -79,10 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
         head = options.draft_model
         method = "mtp" if head is None else "eagle3"
         measured = speculations(method, options.speculate, options.accept, only=options.drafts_only)
-        for ranks, speculation, engine in itertools.product(options.tensor_parallel_size, measured, options.engines):
-            column = Column(engine, ranks, speculation)
+        for layout, speculation, engine in itertools.product(options.layouts, measured, options.engines):
+            column = Column(engine, layout, speculation)
             shown = engine_options(column, options, None if head is None else head.name)
-            found: Report = {"engine": engine, "ranks": ranks, "options": shown}
+            found: Report = {"engine": engine, "ranks": layout.size, "options": shown}
             found |= {"environment": {}, "kv_tokens": None, "start_s": [], "parity_ids": [], "forced": []}
             found |= {"cases": {}, "memory": {}, "error": "not run yet"}
             report["models"][directory.name]["engines"][str(column)] = found

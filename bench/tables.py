@@ -31,6 +31,7 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
+from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.options import host_of  # noqa: E402
 from bench.engine.report import HOSTED, OURS  # noqa: E402
 from bench.engine.turns import Share, Turn, Waiting, take_turns  # noqa: E402
@@ -67,7 +68,7 @@ class Command:
     model: Model
     engines: Sequence[str]
     arguments: Sequence[str]
-    ranks: int
+    layout: RankLayout
 
 
 class Table:
@@ -88,7 +89,7 @@ class Table:
                 model,
                 one["engines"],
                 (*self.given["arguments"], *one.get("arguments", ())),
-                one.get("ranks", 1),
+                RankLayout.named(one.get("layout", "TP1")),
             )
             for model in self.models
             for number, one in enumerate(self.given["commands"])
@@ -104,9 +105,10 @@ class Table:
         return found
 
     def gigabytes(self, command: Command, weights: float) -> float:
-        """Of each GPU. `weights`: gigabytes of the checkpoint."""
+        """Of each GPU, at most: data-parallel ranks have whole weights, but for what they share of them. `weights`:
+        gigabytes of the checkpoint."""
         more = command.model.given.get("gigabytes", self.given["gigabytes"])
-        return len(command.engines) * (weights / command.ranks + float(more))
+        return len(command.engines) * (weights / command.layout.tensor + float(more))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,7 +158,7 @@ def command_line(table: Table, command: Command, options: argparse.Namespace, po
     model, work = command.model, options.work
     line = [sys.executable, str(ROOT / "bench" / "engine.py"), str(model.weights(work))]
     line += ["--engines", *command.engines, "--cases", ",".join(table.given["cases"])]
-    line += ["--runs", str(table.given["runs"]), "--tensor-parallel-size", str(command.ranks), *command.arguments]
+    line += ["--runs", str(table.given["runs"]), "--layouts", command.layout.name.replace(" ", "+"), *command.arguments]
     if "--speculate" in command.arguments and (head := model.head(work)) is not None:
         line += ["--draft-model", str(head)]
     peers = []

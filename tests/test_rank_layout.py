@@ -34,6 +34,15 @@ def test_every_rank_has_a_place_and_its_groups(layout: RankLayout) -> None:
         assert {layout.position(rank).stage for rank in group} == {stage}
 
 
+def test_a_layout_has_a_name_and_a_name_a_layout() -> None:
+    names = ["TP1", "TP2", "DP2", "TP2 DP3 PP2", "TP4 DP2 EP"]
+    assert [layout.name for layout in LAYOUTS] == names
+    assert [RankLayout.named(name) for name in names] == LAYOUTS
+    for wrong in ("", "EP", "TP", "TP0", "DP1", "DP2 TP2", "TP2 TP2", "TP2+EP", "TP2 EP EP", "XP2"):
+        with pytest.raises(ValueError, match="no layout is named"):
+            RankLayout.named(wrong)
+
+
 def test_ranks_are_counted_stage_by_stage() -> None:
     layout = RankLayout(2, 2, 2)
     assert layout.position(5) == RankPosition(stage=1, dp_rank=0, tp_rank=1)

@@ -97,7 +97,7 @@ class LayoutComparison:
         others = [one for one in self.reports if one is not proposal]
         if proposal is not None and others:
             text.append("the others, and their times beside the proposed one's:")
-        text += [f"  {name(one.layout)}: {self.reason(one)}" for one in others]
+        text += [f"  {one.layout.name}: {self.reason(one)}" for one in others]
         if proposal is not None:
             text += self._details(proposal)
         assumed = self.machines.figures.assumed(hosts=self.machines.hosts)
@@ -142,7 +142,7 @@ class LayoutComparison:
         ahead = [str(one) for one in self.requests if self.best(one) is report]
         first = f", and is the fastest with {', '.join(ahead)} requests" if ahead else ""
         rest = _compared(nearest, report, (report.decode[0].requests, count))
-        return f"{text}{first}; {name(nearest.layout)}, the nearest with {count}, is {rest}"
+        return f"{text}{first}; {nearest.layout.name}, the nearest with {count}, is {rest}"
 
     def _machines_line(self) -> str:
         machines = self.machines
@@ -161,18 +161,18 @@ class LayoutComparison:
             last = one.decode[-1] if one.decode else None
             sent = ("-", "-") if last is None else (size_text(last.link_bytes), size_text(last.network_bytes))
             prompts = "-" if one.prompts is None else f"{one.prompts.tokens_per_second:.0f}"
-            rows.append((name(one.layout), size_text(one.weight_bytes), str(one.tokens), *times, prompts, *sent))
+            rows.append((one.layout.name, size_text(one.weight_bytes), str(one.tokens), *times, prompts, *sent))
         return rows
 
     def _best_line(self, count: int) -> str:
         found = self.best(count)
         if found is None:
             return f"best with {count} requests: no layout holds their {count * self.context} tokens"
-        return f"best with {count} requests: {name(found.layout)}, {_tpot(found, count) * 1e3:.2f} ms"
+        return f"best with {count} requests: {found.layout.name}, {_tpot(found, count) * 1e3:.2f} ms"
 
     def _details(self, report: LayoutReport) -> list[str]:
         """What each rank of a layout holds, and what it exchanges."""
-        rows = [(f"weights of a rank of {name(report.layout)}", "bytes")]
+        rows = [(f"weights of a rank of {report.layout.name}", "bytes")]
         rows += [(kind, size_text(size)) for kind, size in (*report.weights.items(), ("all", report.weight_bytes))]
         text = table(rows)
         entries = ", ".join(f"{label} {size_text(size)}" for label, size in report.entries.items())
@@ -197,13 +197,6 @@ class LayoutComparison:
                 exchanged.append((one.of, one.name, *cells))
             text += table(exchanged)
         return text
-
-
-def name(layout: RankLayout) -> str:
-    """A layout for tables: the sizes above one, and whether it has whole experts on its ranks."""
-    sizes = {"TP": layout.tensor, "DP": layout.data, "PP": layout.pipeline}
-    parts = [f"{short}{size}" for short, size in sizes.items() if size > 1]
-    return " ".join([*(parts or ["TP1"]), *(["EP"] if layout.expert_parallel else [])])
 
 
 def options(layout: RankLayout) -> str:

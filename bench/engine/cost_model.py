@@ -39,7 +39,6 @@ from allotrope.engine.step_cost import ModelCost, StepWork  # noqa: E402
 from allotrope.engine.step_time import StepTime  # noqa: E402
 from allotrope.graphs.piecewise_graphs import MOST_TOKENS  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures, Fitted  # noqa: E402
-from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.report import OURS, Report, held_cases, write_json_alone  # noqa: E402
 from bench.random_weights import with_layers  # noqa: E402
 
@@ -90,7 +89,7 @@ def read_cases(files: Sequence[Path], figures: ChipFigures, *, graphs: bool = Fa
     for file in files:
         for name, model in json.loads(file.read_text())["models"].items():
             measured = model["engines"].get(OURS)
-            if measured is not None and layout_of(measured).size == 1:
+            if measured is not None:
                 found += _cases(name, model, released_config(model), measured, figures, graphs=graphs)
     return found
 
@@ -103,13 +102,6 @@ def released_config(model: Report) -> dict[str, Any]:
         if architecture in config["architectures"]:
             return config
     raise ValueError(f"bench/configs has no {architecture}")
-
-
-def layout_of(measured: dict[str, Any]) -> RankLayout:
-    """The layout that an engine of ours ran in."""
-    given = measured["options"]
-    sizes = [int(given.get(f"{name}_parallel_size", 1)) for name in ("tensor", "data", "pipeline")]
-    return RankLayout(*sizes, bool(given.get("enable_expert_parallel")))
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def read(files: Sequence[Path], figures: ChipFigures) -> list[Gain]:
 def _gains(name: str, model: Report, figures: ChipFigures) -> Iterator[Gain]:
     plain, time = model["engines"].get(OURS, {"cases": {}}), StepTime(figures)
     columns = [Column.of(column) for column in model["engines"]]
-    for column in (one for one in columns if one.engine == OURS and one.ranks == 1 and one.speculation is not None):
+    for column in (one for one in columns if one.plain == Column(OURS)):
         drafts, measured = column.speculation, model["engines"][str(column)]
         if drafts is None or drafts.length is None:
             continue

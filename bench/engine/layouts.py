@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from allotrope.commands.planned_layouts import compare_layouts, figures_for  # noqa: E402
 from allotrope.config import EngineConfig  # noqa: E402
-from allotrope.engine.layout_report import LayoutComparison, name, options  # noqa: E402
+from allotrope.engine.layout_report import LayoutComparison, options  # noqa: E402
 from bench.engine.report import Report, write_json_alone  # noqa: E402
 
 RESULTS, CONFIGS = ROOT / "bench" / "results", ROOT / "bench" / "configs"
@@ -46,7 +46,7 @@ def planned(case: str, context: int) -> Report:
         "requests": list(found.requests),
         "proposed": None if found.proposal is None else options(found.proposal.layout),
         "shown": _shown(found),
-        "layouts": {name(one.layout): _layout(found, index) for index, one in enumerate(found.reports)},
+        "layouts": {one.layout.name: _layout(found, index) for index, one in enumerate(found.reports)},
         "assumed": found.machines.figures.assumed(hosts=found.machines.hosts),
     }
 
@@ -75,7 +75,7 @@ def _shown(found: LayoutComparison) -> list[str]:
     ]
     best = [one.layout for count in found.requests if (one := found.best(count)) is not None]
     chosen = {*alone, *best, *([] if found.proposal is None else [found.proposal.layout])}
-    return [name(one.layout) for one in found.reports if one.layout in chosen]
+    return [one.layout.name for one in found.reports if one.layout in chosen]
 
 
 def page(report: Report) -> str:

@@ -1,8 +1,7 @@
 """What `allotrope plan` says of layouts beside what they took: its errors, and whether it proposes the fastest.
 
-    python bench/engine.py MODEL --engines allotrope --tensor-parallel-size 2 --out tp2
-    python bench/engine.py MODEL --engines allotrope --our-options '{"data_parallel_size": 2}' --out dp2
-    python bench/engine/measured_layouts.py tp2.json dp2.json --chip h200
+    python bench/engine.py MODEL --engines allotrope --layouts TP2 DP2 DP2+EP --out layouts
+    python bench/engine/measured_layouts.py layouts.json --chip h200
 
 Reads results of `bench/engine.py`, of our engine in several layouts of as many GPUs, and needs no GPU. Nothing is
 fitted to them. Ends with 1 if, in any case, the layout that a plan would choose took more than 5 % longer than the
@@ -25,11 +24,10 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from allotrope.engine.layout_plan import LayoutPlanner, Machines  # noqa: E402
-from allotrope.engine.layout_report import name  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
-from bench.engine.cost_model import DECODE, PROMPTS, batches, layout_of, released_config, seconds_of, sliced  # noqa: E402
-from bench.engine.report import Column, held_cases  # noqa: E402
+from bench.engine.cost_model import DECODE, PROMPTS, batches, released_config, seconds_of, sliced  # noqa: E402
+from bench.engine.report import OURS, Column, held_cases  # noqa: E402
 
 # How much slower than the fastest layout the proposed one may be.
 MAX_BEHIND = 0.05
@@ -54,9 +52,10 @@ def read(files: Sequence[Path], figures: ChipFigures) -> list[Measured]:
     found = []
     for file in files:
         for title, model in json.loads(file.read_text())["models"].items():
-            for column, measured in model["engines"].items():
-                if column.startswith("allotrope") and Column.of(column).speculation is None:
-                    layout = layout_of(measured)
+            for name, measured in model["engines"].items():
+                column = Column.of(name)
+                if column.engine == OURS and column.speculation is None:
+                    layout = column.layout
                     with sliced(model, released_config(model), measured) as config:
                         planner = LayoutPlanner(config, Machines(figures, layout.size, 1), 1)
                         planner.stages(layout)
@@ -79,7 +78,7 @@ def page(rows: Sequence[Measured]) -> str:
     """The comparison for people."""
     lines = ["| model | case | layout | ms measured | ms expected | | prompts s | expected | |", f"|{'---|' * 9}"]
     for row in rows:
-        cells = [row.model, row.case, name(row.layout)]
+        cells = [row.model, row.case, row.layout.name]
         for kind, scale, digits in ((DECODE, 1e3, 2), (PROMPTS, 1.0, 3)):
             numbers = (row.measured[kind] * scale, row.expected[kind] * scale)
             cells += [*(f"{number:.{digits}f}" for number in numbers), f"{100 * row.error(kind):+.0f} %"]
@@ -88,7 +87,7 @@ def page(rows: Sequence[Measured]) -> str:
     lines += ["", f"Mean error: {means[0]:.1f} % of a decode step, {means[1]:.1f} % of a batch of prompts.", ""]
     lines += ["| model | case | a plan chooses | fastest | time over the fastest |", "|---|---|---|---|---|"]
     for model, case, chosen, fastest, behind in choices(rows):
-        lines.append(f"| {model} | {case} | {name(chosen)} | {name(fastest)} | {1 + behind:.2f} |")
+        lines.append(f"| {model} | {case} | {chosen.name} | {fastest.name} | {1 + behind:.2f} |")
     return "\n".join(lines) + "\n"
 
 

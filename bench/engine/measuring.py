@@ -14,16 +14,19 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.engine.options import engine_options, environment_of, of_peer
+from allotrope.rank_layout import RankLayout
+from bench.engine.data_parallel import DataParallelWorker
+from bench.engine.options import engine_options, environment_of, host_of, of_peer
 from bench.engine.report import OURS, Column, Report
 from bench.engine.worker_process import EngineFailed, Worker
 
+AnyWorker = Worker | DataParallelWorker
 START_PROMPT = 8
 PARITY_PROMPTS, PARITY_TOKENS = (24, 57), 16
 # Leaves room for ids that tokenizers keep for themselves, on both sides.
@@ -53,7 +56,7 @@ def random_prompts(seed: str, count: int, length: int, vocabulary: int) -> list[
 class CaseRuns:
     """The runs of one case in one column. `case`: input / output / requests at once."""
 
-    def __init__(self, worker: Worker, case: str, vocabulary: int, seed: int) -> None:
+    def __init__(self, worker: AnyWorker, case: str, vocabulary: int, seed: int) -> None:
         self._length, self._tokens, self._count = map(int, case.split("/"))
         self._worker, self._seed, self._vocabulary = worker, f"{seed} {case}", vocabulary
         self._prefill: list[float] = []
@@ -107,11 +110,7 @@ class Session:
         self._left = list(names)
         for name in names:
             engines[name]["error"] = None
-        python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
-        environment = environment_of(engine, options)
-        self.worker = Worker(
-            *(engine, python, environment, options.limit, options.verbose), start_limit=options.start_limit
-        )
+        self.worker = start_worker(engine, Column.of(names[0]).layout, options)
 
     def attempt(self, step: Callable[[], object]) -> None:
         """Take a step, unless one before it failed."""
@@ -203,8 +202,22 @@ def _measure_columns(
         session.attempt(functools.partial(session.end, name))
 
 
+def start_worker(engine: str, layout: RankLayout, options: argparse.Namespace) -> AnyWorker:
+    """The process of an engine; those of its data-parallel ranks, where it has no process for all of them."""
+    python = sys.executable if engine == OURS else of_peer(options.peer_python, engine) or sys.executable
+    environment = environment_of(engine, options)
+
+    def start(more: Mapping[str, str]) -> Worker:
+        given = (engine, python, environment | more, options.limit, options.verbose)
+        return Worker(*given, start_limit=options.start_limit)
+
+    if layout.data > 1 and host_of(engine) == "vllm":
+        return DataParallelWorker(start, layout.data)
+    return start({})
+
+
 def start_engine(
-    worker: Worker, names: list[str], directory: Path, options: argparse.Namespace, engines: Report
+    worker: AnyWorker, names: list[str], directory: Path, options: argparse.Namespace, engines: Report
 ) -> None:
     """Load an engine for its first column, up to its first token and what is compared with other engines."""
     vocabulary, first = vocabulary_of(directory), engines[names[0]]
@@ -220,7 +233,7 @@ def start_engine(
         compare_tokens(worker, vocabulary, options, first)
 
 
-def compare_tokens(worker: Worker, vocabulary: int, options: argparse.Namespace, found: Report) -> None:
+def compare_tokens(worker: AnyWorker, vocabulary: int, options: argparse.Namespace, found: Report) -> None:
     """Fill in the tokens and logprobs that are compared with those of other engines."""
     for length in PARITY_PROMPTS:
         prompts = random_prompts(f"{options.seed} parity", 1, length, vocabulary)
@@ -239,7 +252,7 @@ def leave_word(signal: Path, directory: Path, name: str) -> None:
     signal.with_name(f"{signal.name}.{column}").touch()
 
 
-def await_signal(signal: Path, worker: Worker) -> None:
+def await_signal(signal: Path, worker: AnyWorker) -> None:
     """Wait for the file `signal`, such as until nothing is compiled on the host any more. Raises EngineFailed once the
     engine is late."""
     while not signal.exists():

@@ -3,7 +3,7 @@
 Runs in the Python of the engine that it stands for: at the top it may import nothing but the standard library.
 
     {"load": {"directory": ..., "options": {...}}}     ->  {"environment": {...}, "kv_tokens": n, "forced_by": ...}
-    {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"seconds": s, "ids": [[...], ...], "drafts": {...} or None}
+    {"run": {"prompts": [[ids], ...], "tokens": n}}    ->  {"began": s, "seconds": s, "ids": [...], "drafts": ...}
     {"forced": {"prompts": [[ids], ...], "tokens": n}} ->  {"logprobs": [[{id: logprob}, ...], ...]}
     {"accept": {"length": mean}}                       ->  {}
     {"memory": {}}                                     ->  {"device_used_gb": ..., "peak_reserved_gb": ...} or {}
@@ -76,7 +76,8 @@ class Allotrope:
         configure_logging("INFO")
         self.llm = allotrope.LLM(directory, **options)
         self.version = getattr(allotrope, "__version__", "checkout")
-        self.kv_tokens: int | None = self.llm.engine.memory.tokens
+        # Of one data-parallel rank, which has requests of its own.
+        self.kv_tokens: int | None = self.llm.engine.memory.tokens * options.get("data_parallel_size", 1)
         self.started = False
 
     def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
@@ -117,7 +118,10 @@ class Vllm:
         self.version = f"{vllm.__version__}{', its engine in another process' if apart else ''}"
         cache = self.llm.llm_engine.vllm_config.cache_config
         blocks = getattr(cache, "num_gpu_blocks", None)
-        self.kv_tokens: int | None = blocks * cache.block_size if blocks else None
+        # Its own count takes a window for as long as a step's tokens. Blocks may be of several sizes, and this is the
+        # smallest.
+        counts = (blocks * cache.block_size if blocks else 0, getattr(cache, "kv_cache_size_tokens", None) or 0)
+        self.kv_tokens: int | None = max(counts) or None
 
     def generate(self, prompts: Prompts, tokens: int) -> list[list[int]]:
         return [list(output.token_ids) for output in self._outputs(prompts, [{}] * len(prompts), tokens)]
@@ -241,7 +245,8 @@ def gpu_memory() -> dict[str, float]:
 
 
 def run(engine: Engine, prompts: Prompts, tokens: int) -> dict[str, Any]:
-    """Time one batch. Raises RuntimeError if a prompt did not get all of its tokens."""
+    """Time one batch. `began` is by the host's clock, the same for all processes; `drafts` are counts, or None. Raises
+    RuntimeError if a prompt did not get all of its tokens."""
     before, begin = engine.drafts(), time.perf_counter()
     ids = engine.generate(prompts, tokens)
     seconds, after = time.perf_counter() - begin, engine.drafts()
@@ -251,7 +256,7 @@ def run(engine: Engine, prompts: Prompts, tokens: int) -> dict[str, Any]:
     drafts = None
     if before is not None and after is not None:
         drafts = {key: getattr(after, key) - getattr(before, key) for key in Drafts._fields}
-    return {"seconds": seconds, "ids": ids, "drafts": drafts}
+    return {"began": begin, "seconds": seconds, "ids": ids, "drafts": drafts}
 
 
 def main() -> None:

@@ -11,13 +11,20 @@ import shlex
 import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from allotrope.rank_layout import RankLayout
 from bench.engine.report import HOSTED, OURS, Column, Speculation
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("vllm", "sglang", *HOSTED)
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# Ours and vLLM's, in the order of the fields of a layout.
+LAYOUT_OPTIONS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
+# Sequences at once that every engine takes at least, whatever the cases.
+MAX_SEQUENCES = 128
 
 
 def parse(arguments: list[str], description: str) -> argparse.Namespace:
@@ -38,7 +45,10 @@ def parse(arguments: list[str], description: str) -> argparse.Namespace:
         parser.add_argument(f"--peer-{name}", action=OfPeers, read=read, metavar=metavar, help=text)
     parser.add_argument("--our-options", type=json.loads, default={}, help="JSON: more arguments of our LLM")
     parser.add_argument("--engines", nargs="+", choices=(OURS, *PEERS), help="default: ours, then --peers")
-    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="ranks, each on a GPU")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="ranks, each on a GPU")
+    text = "of ranks, each on a GPU, such as TP1, TP2, DP2, TP2+EP or TP2+DP2+EP (DP: of attention; EP: whole experts)"
+    ranks.add_argument("--layouts", nargs="+", default=[], metavar="LAYOUT", help=text)
     parser.add_argument("--forced", default="17,64,200,333", help="lengths of prompts whose logprobs are compared")
     parser.add_argument("--speculate", type=int, nargs="+", default=[], metavar="K", help="draft tokens of a step")
     text = "with --speculate: mean tokens of a request in a step, forced, 1 to K + 1; default: drafts that are right"
@@ -71,11 +81,7 @@ def parse(arguments: list[str], description: str) -> argparse.Namespace:
         numbers = case.split("/")
         if len(numbers) != 3 or not all(one.isdigit() and int(one) > 0 for one in numbers) or int(numbers[1]) < 2:
             parser.error(f"--cases {case}: give input/output/requests, all positive, with an output of 2 or more")
-    sizes = options.tensor_parallel_size
-    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        parser.error(f"--tensor-parallel-size {sizes}: give different numbers of at least 1")
-    if options.roofline and sizes != [1]:
-        parser.error(f"--tensor-parallel-size {sizes}: --roofline measures one rank")
+    options.layouts = layouts_of(parser, options)
     check_speculation(parser, options)
     names = [directory.name for directory in options.models]
     if len(set(names)) < len(names) or not (names or options.merge):
@@ -85,6 +91,30 @@ def parse(arguments: list[str], description: str) -> argparse.Namespace:
     if options.roofline and options.prefill < 2:
         parser.error(f"--prefill {options.prefill}: give at least 2")
     return options
+
+
+def layouts_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[RankLayout]:
+    """Those asked for by either option. Ends with an error where they do not fit the other options."""
+    sizes, names = options.tensor_parallel_size, options.layouts
+    given = f"--layouts {' '.join(names)}" if names else f"--tensor-parallel-size {sizes}"
+    try:
+        found = [RankLayout.named(name.replace("+", " ")) for name in names] or [RankLayout(size) for size in sizes]
+    except ValueError as error:
+        parser.error(f"{given}: {error}, with + for each space")
+    if min(sizes) < 1 or len(set(found)) < len(found):
+        parser.error(f"{given}: give different layouts, of at least 1 rank")
+    if options.roofline and found != [RankLayout()]:
+        parser.error(f"{given}: --roofline measures one rank")
+    shared = [layout.name for layout in found if layout != RankLayout(layout.tensor)]
+    hosts, multiprocessing = {host_of(engine) for engine in options.engines}, os.environ.get(MULTIPROCESSING, "0")
+    if shared and "sglang" in hosts:
+        parser.error(f"{given}: SGLang is measured with tensor-parallel ranks alone, not as {', '.join(shared)}")
+    if "vllm" in hosts and multiprocessing != "0" and any(layout.data > 1 for layout in found):
+        parser.error(f"{given}: vLLM's data-parallel engines would go on to a 32nd step; unset {MULTIPROCESSING}")
+    for flag, peers in (("--our-options", [options.our_options]), ("--peer-options", options.peer_options.values())):
+        if asked := sorted({name for own in peers for name in own} & {*LAYOUT_OPTIONS}):
+            parser.error(f"{flag} {', '.join(asked)}: ask for them by --layouts, so that columns are named after them")
+    return found
 
 
 def check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -146,7 +176,7 @@ def environment_of(engine: str, options: argparse.Namespace) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         # All in one process, as ours: with several ranks, the first one's. With 1, its engine has another, which is
         # asked for the class of its model.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        MULTIPROCESSING: os.environ.get(MULTIPROCESSING, "0"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -181,20 +211,22 @@ def _kept_folder() -> tempfile.TemporaryDirectory[str]:
 
 def engine_options(column: Column, options: argparse.Namespace, draft_model: str | None) -> dict[str, Any]:
     """Arguments of the engine's class: equal limits for all of them, then what the caller wants."""
-    engine, ranks = column.engine, column.ranks
+    engine, layout = column.engine, column.layout
+    # A data-parallel rank has its share of the requests.
+    requests = max(-(-int(case.rpartition("/")[2]) // layout.data) for case in options.cases)
+    sequences = max(MAX_SEQUENCES, requests)
     if host_of(engine) == "sglang":
         # Its own watchdog would take kernels that are compiled for a step that hangs; --limit ends the process.
-        limits = {"context_length": 16384, "max_running_requests": 128, "watchdog_timeout": 3600}
+        limits = {"context_length": 16384, "max_running_requests": sequences, "watchdog_timeout": 3600}
         memory = {"mem_fraction_static": 0.85, "skip_tokenizer_init": True}
-        common = {"tp_size": ranks, "disable_radix_cache": not options.prefix_caching}
+        common = {"tp_size": layout.tensor, "disable_radix_cache": not options.prefix_caching}
         return {**limits, **memory, **common, **(of_peer(options.peer_options, engine) or {})}
     shared: dict[str, Any] = {
         "max_model_len": 16384,
-        "max_num_seqs": 128,
+        "max_num_seqs": sequences,
         "enable_prefix_caching": options.prefix_caching,
+        **layout_options(layout),
     }
-    if ranks > 1:
-        shared["tensor_parallel_size"] = ranks
     drafts = None if column.speculation is None else speculative_config(column.speculation, draft_model)
     if engine == OURS:
         if drafts is not None:
@@ -204,6 +236,12 @@ def engine_options(column: Column, options: argparse.Namespace, draft_model: str
     # It counts drafts only where it keeps statistics.
     counted = {} if drafts is None else {"speculative_config": drafts, "disable_log_stats": False}
     return {**shared, "gpu_memory_utilization": 0.85, "skip_tokenizer_init": True, **counted, **own}
+
+
+def layout_options(layout: RankLayout) -> dict[str, Any]:
+    """Ours and vLLM's, where they are not those of one rank."""
+    pairs = zip(LAYOUT_OPTIONS, astuple(layout), astuple(RankLayout()), strict=True)
+    return {name: value for name, value, one in pairs if value != one}
 
 
 def speculative_config(speculation: Speculation, draft_model: str | None) -> dict[str, Any]:

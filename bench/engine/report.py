@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from allotrope.rank_layout import RankLayout
+
 OURS = "allotrope"
 HOSTED = {f"{host}+{OURS}": host for host in ("vllm", "sglang")}
 """A host with our plugin -> the host."""
@@ -87,24 +89,25 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Column:
-    """What a column of tables measures: an engine, on so many ranks, with drafts or without. Its text is its name."""
+    """What a column of tables measures: an engine, in a layout of ranks, with drafts or without. Its text is its
+    name."""
 
     engine: str
-    ranks: int = 1
+    layout: RankLayout = RankLayout()
     speculation: Speculation | None = None
 
     def __str__(self) -> str:
-        ranks = "" if self.ranks == 1 else f" TP{self.ranks}"
-        return f"{self.engine}{ranks}" + ("" if self.speculation is None else f" {self.speculation}")
+        layout = "" if self.layout == RankLayout() else f" {self.layout.name}"
+        return f"{self.engine}{layout}" + ("" if self.speculation is None else f" {self.speculation}")
 
     @classmethod
     def of(cls, name: str) -> Column:
         """The column with that name."""
         found = _COLUMN.fullmatch(name)
         assert found is not None, name
-        engine, ranks, method, drafts, length = found.groups()
+        engine, layout, method, drafts, length = found.groups()
         speculation = Speculation(method, int(drafts), float(length) if length else None) if method else None
-        return cls(engine, int(ranks or 1), speculation)
+        return cls(engine, RankLayout.named(layout) if layout else RankLayout(), speculation)
 
     @property
     def plain(self) -> Column:
@@ -117,7 +120,7 @@ class Column:
         return self.speculation is None or self.speculation.length is None
 
 
-_COLUMN = re.compile(r"(\S+?)(?: TP(\d+))?(?: (\w+) (\d+)(?:/([\d.]+))?)?")
+_COLUMN = re.compile(r"(\S+?)(?: ([TDP]P\d+(?: [TDP]P\d+)*(?: EP)?))?(?: (\w+) (\d+)(?:/([\d.]+))?)?")
 
 
 def summarize(report: Report) -> Report:
@@ -142,7 +145,7 @@ def summarize(report: Report) -> Report:
 
 
 def baselines(engines: Report) -> dict[str, str]:
-    """The columns that are held against one of ours: a peer against ours with as many ranks and drafts, ours with
+    """The columns that are held against one of ours: a peer against ours with the same layout and drafts, ours with
     drafts against ours without, ours with several ranks against ours with one."""
     found = {}
     for name in engines:
@@ -306,6 +309,10 @@ def _table(model: Report) -> list[str]:
     lines = _head(head)
     starts = {engine: found["start_s"] for engine, found in engines.items()}
     lines.append(_row("", "start s", 1, starts, [model["ratios"][pair].get("start_s") for pair in shown]))
+    if any(layout != RankLayout(layout.tensor) for layout in (Column.of(name).layout for name in engines)):
+        # What tells such layouts apart beside their times.
+        fits = {engine: [found["kv_tokens"]] if found["kv_tokens"] else [] for engine, found in engines.items()}
+        lines.append(_row("", "tokens of context that fit", 0, fits, [None] * len(shown)))
     cases = dict.fromkeys(case for found in engines.values() for case in found["cases"])
     for case in cases:
         for key, (label, digits, compared) in MEASURES.items():

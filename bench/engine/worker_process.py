@@ -87,10 +87,15 @@ class Worker:
             self.process.wait(timeout=30)
         for timer in self._timers:
             timer.cancel()
-        self._kill()
+        self.kill()
         self.process.wait()
         if self.log is not None:
             self.log.close()
+
+    def kill(self) -> None:
+        """End the process and all that it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _timer(self, option: str, seconds: float) -> threading.Timer:
         timer = threading.Timer(seconds, self._end_late, (f"killed after {option} {seconds:g} s",))
@@ -100,11 +105,7 @@ class Worker:
 
     def _end_late(self, why: str) -> None:
         self.late = why
-        self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.kill()
 
     def _last_words(self) -> str:
         """The last line that it printed; the lines before it are shown here."""

@@ -14,7 +14,7 @@ from allotrope.engine.step_time import StepTime
 from allotrope.kernels.chip_figures import FIGURES, Fitted
 from allotrope.rank_layout import RankLayout
 from bench.engine import cost_model, layouts, measured_layouts
-from bench.engine.cost_model import DECODE, PROMPTS, Case, batches, fit, layout_of, split, splits
+from bench.engine.cost_model import DECODE, PROMPTS, Case, batches, fit, split, splits
 from bench.engine.measured_layouts import Measured, choices
 
 H200 = FIGURES["h200"]
@@ -97,22 +97,18 @@ def test_the_layout_that_a_plan_chooses_is_held_against_the_fastest() -> None:
     assert behind == pytest.approx(0.05)
     page = measured_layouts.page(rows)
     assert "| model | 1024/128/4 | DP2 | TP2 | 1.05 |" in page and "50.0 % of a batch of prompts" in page
-    assert layout_of({"options": {"data_parallel_size": 2, "enable_expert_parallel": True}}) == RankLayout(
-        1, 2, 1, True
-    )
 
 
 def test_a_measured_file_is_read_with_its_layout(tmp_path: Path) -> None:
-    """The stored run of one model, as it was and as if two ranks had made it."""
+    """The stored run of one model, as it was and as if two data-parallel ranks had made it."""
     stored = json.loads((cost_model.RESULTS / "engine_h200.json").read_text())
     model = stored["models"]["qwen3_235b"]
-    model["engines"] = {"allotrope": model["engines"]["allotrope"]}
-    model["engines"]["allotrope"]["cases"] = {"1024/128/64": model["engines"]["allotrope"]["cases"]["1024/128/64"]}
+    measured = model["engines"]["allotrope"]
+    measured["cases"] = {"1024/128/64": measured["cases"]["1024/128/64"]}
     files = []
-    for options in ({}, {"data_parallel_size": 2}):
-        model["engines"]["allotrope"]["options"] |= options
-        files.append(tmp_path / f"{len(options)}.json")
-        files[-1].write_text(json.dumps({"models": {"qwen3_235b": model}}))
+    for column in ("allotrope", "allotrope DP2"):
+        files.append(tmp_path / f"{column}.json")
+        files[-1].write_text(json.dumps({"models": {"qwen3_235b": model | {"engines": {column: measured}}}}))
     one, two = measured_layouts.read(files, H200)
     assert (one.layout, two.layout) == (RankLayout(), RankLayout(1, 2))
     assert abs(one.error(DECODE)) < 0.15 and two.expected[DECODE] < 0.8 * one.expected[DECODE]

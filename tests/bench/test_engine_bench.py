@@ -18,6 +18,7 @@ from allotrope import LLM, SamplingParams
 from allotrope.architectures.eagle3 import is_eagle3
 from allotrope.architectures.registry import find_architecture, read_spec
 from allotrope.errors import ConfigError
+from allotrope.rank_layout import RankLayout
 from bench.engine import report as engine_report
 from bench.engine import roofline_report
 from bench.engine.measuring import await_signal, distinct_share, leave_word, random_prompts
@@ -415,6 +416,12 @@ def test_cases_that_caches_do_not_hold_are_not_compared() -> None:
         ["--tensor-parallel-size", "2", "2"],
         ["--tensor-parallel-size", "0"],
         ["--tensor-parallel-size", "2", "--roofline"],
+        ["--layouts", "TP2+XP2"],
+        ["--layouts", "TP2", "DP2", "TP2"],
+        ["--layouts", "DP2", "--roofline"],
+        ["--layouts", "TP2+EP", "--engines", "sglang"],
+        ["--our-options", '{"data_parallel_size": 2}'],
+        ["--peer-options", 'vllm={"enable_expert_parallel": true}'],
     ],
 )
 def test_options_of_peers_and_ranks_are_checked(wrong: list[str], engine: Any, capsys: Any) -> None:
@@ -422,6 +429,67 @@ def test_options_of_peers_and_ranks_are_checked(wrong: list[str], engine: Any, c
         engine.main(["model", *wrong])
     assert status.value.code == 2
     assert f"error: {wrong[0]} " in capsys.readouterr().err
+
+
+def test_layouts_exclude_ranks_and_engines_that_would_go_on(
+    engine: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        engine.main(["model", "--tensor-parallel-size", "2", "--layouts", "DP2"])
+    assert "--layouts: not allowed with argument --tensor-parallel-size" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert parse(["model", "--layouts", "DP2", "--engines", "allotrope"], "").layouts == [RankLayout(1, 2)]
+    with pytest.raises(SystemExit):
+        engine.main(["model", "--layouts", "TP2", "DP2", "--engines", "vllm"])
+    assert "--layouts TP2 DP2: vLLM's data-parallel engines" in capsys.readouterr().err
+
+
+def test_each_engine_takes_all_requests_of_a_case_in_every_layout() -> None:
+    options = parse(["model", "--cases", "8/3/2,8/3/300"], "")
+    found = {
+        f"{name} {layout.name}": engine_options(Column(name, layout), options, None)
+        for name in ("allotrope", "vllm")
+        for layout in (RankLayout(2, expert_parallel=True), RankLayout(1, 2))
+    }
+    for name in ("allotrope", "vllm"):
+        tensor, data = found[f"{name} TP2 EP"], found[f"{name} DP2"]
+        assert {
+            "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "max_num_seqs": 300,
+        }.items() <= tensor.items()
+        assert {"data_parallel_size": 2, "max_num_seqs": 150}.items() <= data.items()
+        assert (
+            "data_parallel_size" not in tensor and not {"tensor_parallel_size", "enable_expert_parallel"} & data.keys()
+        )
+    assert engine_options(Column("sglang"), options, None)["max_running_requests"] == 300
+
+
+def test_layouts_are_compared_with_the_same_layout_of_ours() -> None:
+    layouts = ["TP2", "TP2 EP", "DP2 EP"]
+    engines: dict[str, Any] = {f"{name} {layout}": {} for name in ("allotrope", "vllm") for layout in layouts}
+    pairs = [(f"allotrope {layout}", f"vllm {layout}") for layout in layouts]
+    assert engine_report.compared_pairs(engines) == pairs
+    own = [(f"allotrope {layout}", "allotrope") for layout in layouts]
+    assert engine_report.compared_pairs(engines | {"allotrope": {}}) == own + pairs
+
+
+def test_layouts_of_a_peer_are_columns(engine: Any, weights: Any, tmp_path: Path) -> None:
+    model, out = tmp_path / "tiny", tmp_path / "found"
+    weights.write_checkpoint(tiny("LlamaForCausalLM"), model)
+    (tmp_path / "vllm.py").write_text(VLLM)
+    command = [str(model), "--engines", "vllm", "--peer-path", str(tmp_path), "--cases", "8/3/3", "--runs", "1"]
+    assert engine.main([*command, "--layouts", "TP2+EP", "DP2", "--forced", "5", "--out", str(out)]) == 0
+    found = json.loads(out.with_suffix(".json").read_text())["models"]["tiny"]["engines"]
+    assert [(name, one["ranks"], one["kv_tokens"]) for name, one in found.items()] == [
+        ("vllm TP2 EP", 2, 64),
+        ("vllm DP2", 2, 128),
+    ]
+    # It is told by its environment instead.
+    assert found["vllm DP2"]["options"]["data_parallel_size"] == 2
+    assert "data_parallel_size" not in json.loads((tmp_path / "vllm.json").read_text())[0]
+    page = out.with_suffix(".md").read_text()
+    assert "|  | tokens of context that fit | 64 | 128 |" in page and "| 8/3/3 | TPOT ms |" in page
 
 
 def test_an_engine_that_takes_too_long_is_killed(engine: Any, weights: Any, tmp_path: Path) -> None:
@@ -610,9 +678,11 @@ def test_columns_are_named_and_read_back() -> None:
 
     for column, name in [
         (Column("allotrope"), "allotrope"),
-        (Column("vllm+allotrope", 2), "vllm+allotrope TP2"),
-        (Column("vllm", 1, Speculation("mtp", 3)), "vllm mtp 3"),
-        (Column("vllm", 4, Speculation("eagle3", 3, 2.75)), "vllm TP4 eagle3 3/2.75"),
+        (Column("vllm+allotrope", RankLayout(2)), "vllm+allotrope TP2"),
+        (Column("allotrope", RankLayout(1, 2, 1, True)), "allotrope DP2 EP"),
+        (Column("vllm", speculation=Speculation("mtp", 3)), "vllm mtp 3"),
+        (Column("vllm", RankLayout(4), Speculation("eagle3", 3, 2.75)), "vllm TP4 eagle3 3/2.75"),
+        (Column("vllm", RankLayout(2, 4, 2, True), Speculation("mtp", 3)), "vllm TP2 DP4 PP2 EP mtp 3"),
     ]:
         assert str(column) == name and Column.of(name) == column
         assert column.has_own_tokens == ("/" not in name)
@@ -670,7 +740,7 @@ def test_drafts_that_are_right_keep_the_tokens(tmp_path: Path) -> None:
     """Without --accept, and with a draft model: what the engines are asked for, and what is compared."""
     head = tmp_path / "head"
     options = parse(["model", "--speculate", "2", "--draft-model", str(head), "--adaptive"], "")
-    (column,) = (Column("allotrope", 1, one) for one in speculations("eagle3", [2], []) if one)
+    (column,) = (Column("allotrope", speculation=one) for one in speculations("eagle3", [2], []) if one)
     asked = engine_options(column, options, str(head))["speculative_config"]
     assert asked == {"method": "eagle3", "num_speculative_tokens": 2, "model": str(head), "adaptive": True}
     assert column.has_own_tokens

@@ -121,18 +121,24 @@ def test_every_command_of_every_table_is_understood(
 ) -> None:
     table = tables.Table(name, None)
     options = tables.parse([name, "--work", str(tmp_path), "--peer-path", "vllm=/one", "sglang=/other"])
-    assert (BENCH / "results" / f"{table.given['results']}.json").exists()
+    assert table.given["results"] == f"engine_h200_{name}"
     for model in table.models:
         assert (BENCH / "configs" / model.given["config"] / "config.json").exists()
         assert model.head(tmp_path) is None or (BENCH / "configs" / model.given["eagle3"] / "config.json").exists()
     for command in table.commands():
         line = tables.command_line(table, command, options, 100)
         read = parse(line[2:], "")
-        assert list(read.engines) == list(command.engines) and read.tensor_parallel_size == [command.ranks]
+        assert list(read.engines) == list(command.engines) and read.layouts == [command.layout]
         assert read.our_options.items() <= table.options(command.model, "allotrope").items()
         # Ports of engines that run at once differ.
         ports = [own["nccl_port"] for own in read.peer_options.values() if "nccl_port" in own]
         assert len(set(ports)) == len(ports) == sum("sglang" in engine for engine in command.engines)
+
+
+def test_data_parallel_ranks_have_room_for_whole_weights(tables: Any) -> None:
+    table = tables.Table("layouts", ["gpt_oss"])
+    room = {command.layout.name: table.gigabytes(command, 20.0) - 36 for command in table.commands()}
+    assert room == {"TP2": 10, "TP2 EP": 10, "DP2 EP": 20}
 
 
 def test_a_host_gives_its_options_to_the_plugin_but_for_its_own(tables: Any) -> None:
