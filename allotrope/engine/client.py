@@ -139,7 +139,8 @@ class EngineClient:
         self._listener = asyncio.create_task(self._listen(reader))
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield the outputs of all `request.params.n` sequences as they come, until each has ended.
+        """Yield the outputs of all `request.params.n` sequences as they come, until each has ended. Those of a sequence
+        that came while the caller was busy are one: a server that falls behind its engine sends fewer, longer parts.
 
         Leaving early (closing the generator, or being cancelled) aborts the request in the engine.
         Raises `InvalidRequest` or `Overloaded` if the engine refuses it, `EngineDead` if the process ends.
@@ -153,12 +154,15 @@ class EngineClient:
         try:
             self._send(Add(request))
             while left:
-                item = await inbox.get()
-                if isinstance(item, AllotropeError):
-                    left = 0
-                    raise item
-                left -= item.finish_reason is not None
-                yield item
+                arrived = [await inbox.get()]
+                while not inbox.empty():
+                    arrived.append(inbox.get_nowait())
+                for item in _joined(arrived):
+                    if isinstance(item, AllotropeError):
+                        left = 0
+                        raise item
+                    left -= item.finish_reason is not None
+                    yield item
         finally:
             del self._open[request.request_id]
             if left:
@@ -286,6 +290,21 @@ class EngineClient:
                 return False
             await asyncio.sleep(0.01)
         return True
+
+
+def _joined(arrived: list[SequenceOutput | AllotropeError]) -> list[SequenceOutput | AllotropeError]:
+    """Outputs of a sequence that follow each other as one; but for one that tells of a failure, before which the tokens
+    of the others are seen."""
+    found: list[SequenceOutput | AllotropeError] = []
+    for item in arrived:
+        last = found[-1] if found else None
+        if isinstance(last, SequenceOutput) and isinstance(item, SequenceOutput):
+            follows = last.index == item.index and last.finish_reason is None
+            if follows and item.finish_reason not in ("error", "abort"):
+                found[-1] = last.with_next(item)
+                continue
+        found.append(item)
+    return found
 
 
 def _signal_name(number: int) -> str:

@@ -64,6 +64,25 @@ def wait_for_health(client: httpx.Client, status: int) -> httpx.Response:
     return answer
 
 
+def test_a_server_that_was_held_up_sends_fewer_longer_parts(watched: ServerProcess, keyed: httpx.Client) -> None:
+    wait_until_idle(keyed)
+    asked = LONG | {"stream": True, "stream_options": {"include_usage": True}}
+    whole = keyed.post("/v1/completions", json=LONG).json()
+    with keyed.stream("POST", "/v1/completions", json=asked, timeout=60) as response:
+        lines = response.iter_lines()
+        texts = [json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]]
+        watched.signal(signal.SIGSTOP)
+        time.sleep(1)
+        watched.signal(signal.SIGCONT)
+        *events, usage, _ = [json.loads(line[6:]) for line in lines if line.startswith("data: {")] + [None]
+    texts += [event["choices"][0]["text"] for event in events]
+    assert "".join(texts) == whole["choices"][0]["text"]
+    assert usage["usage"] == whole["usage"] and whole["usage"]["completion_tokens"] == LONG["max_tokens"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert len(events) <= LONG["max_tokens"] - 20
+    assert max(map(len, texts)) > 10 * min(len(text) for text in texts if text)
+
+
 def test_a_frozen_engine_is_not_healthy(watched: ServerProcess, keyed: httpx.Client) -> None:
     wait_until_idle(keyed)
     with frozen(watched):
