@@ -82,7 +82,8 @@ class HostCopy:
 
     def at(self, indices: abc.Sequence[int]) -> tuple[int, ...]:
         """The integers at `indices`. Waits for the device."""
-        return tuple(self.numbers[i] for i in indices)
+        numbers = self.numbers
+        return tuple([numbers[i] for i in indices])
 
     @property
     def seconds(self) -> float:

@@ -142,11 +142,11 @@ class HostRows:
 
     @staticmethod
     def of(rows: Sequence[StepRow]) -> HostRows:
-        lens = np.fromiter((len(row.ids) for row in rows), np.int64, len(rows))
-        contexts = np.fromiter((row.context for row in rows), np.int64, len(rows))
+        contexts = np.array([row.context for row in rows])
         requests = np.arange(len(rows))
         if len(rows[-1].ids) == 1:
-            return HostRows(lens, contexts + 1, contexts, requests)
+            return HostRows(np.ones_like(contexts), contexts + 1, contexts, requests)
+        lens = np.array([len(row.ids) for row in rows])
         starts = lens.cumsum() - lens
         positions = np.arange(int(lens.sum())) + np.repeat(contexts - starts, lens)
         return HostRows(lens, contexts + lens, positions, np.repeat(requests, lens))
@@ -154,10 +154,10 @@ class HostRows:
 
 def verify_words(rows: Sequence[StepRow]) -> Words:
     """[3, B] first rows, numbers of rows and replays, as in `VerifyTensors`."""
-    drafts = np.fromiter((row.draft for row in rows), np.int64, len(rows))
+    drafts = np.array([row.draft for row in rows], dtype=np.int64)
     first = np.arange(len(rows)) - drafts
     num_rows = np.where(drafts == 0, np.bincount(first, minlength=len(rows)), 0)
-    return np.stack([first, num_rows, np.fromiter((row.replay for row in rows), np.int64, len(rows))])
+    return np.stack([first, num_rows, np.array([row.replay for row in rows], dtype=np.int64)])
 
 
 def sequence_words(sequences: Sequence[SampledSequence]) -> Words:

@@ -136,10 +136,11 @@ class KVCacheManager:
 
     def trim(self, seq: Sequence) -> None:
         """Give back the pages of `seq` behind the tokens that are stored, or may be."""
-        for (group, pool), pages in zip(self._pairs(), seq.pages, strict=True):
-            if group.kind != "state":
-                while len(pages) > group.pages_for(seq.computed + seq.unread_drafts):
-                    pool.decref(pages.pop())
+        tokens = seq.computed + seq.unread_drafts
+        for index, group in self._paged:
+            pages, pool = seq.pages[index], self.pools[index]
+            for _ in range(len(pages) - group.pages_for(tokens)):
+                pool.decref(pages.pop())
         seq.room = self._room(seq)
 
     def commit(self, seq: Sequence, tokens: int, unread_drafts: int = 0) -> None:
