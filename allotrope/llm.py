@@ -170,7 +170,7 @@ class LLM:
         """Whether the engine's queue has room for `request`. An empty queue passes every request to the engine, which
         refuses one that is larger than the queue.
         """
-        queued = self.engine.stats().waiting
+        queued = self.engine.num_waiting
         max_queued = self.config.max_num_waiting - request.params.n
         return queued == 0 or (queued < self.engine.limits.max_num_seqs and queued <= max_queued)
 

@@ -187,6 +187,11 @@ class Engine:
         return self._executor.graph_replays
 
     @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for their first step."""
+        return self._requests.num_waiting
+
+    @property
     def requests(self) -> list[str]:
         """The ids of the requests that have not ended, in order of arrival."""
         return list(self._requests.open)

@@ -54,6 +54,7 @@ class RequestTable:
             )
             for dp_rank in range(config.data_parallel_size)
         )
+        self._labels = numbered([group.label for group in self.kv_cache_manager.groups])
         # Requests that each rank got, and of these, those that found a part of their prompt in its cache.
         self._routed, self._routed_by_prefix = ([0] * len(self.schedulers) for _ in range(2))
         self._config, self._limits, self._step_tokens = config, limits, step_tokens
@@ -65,7 +66,7 @@ class RequestTable:
         """Raise InvalidRequest if a request can never run, Overloaded if the queue is full. `aside`: requests that are
         yet to be queued.
         """
-        limits, waiting = self._limits, sum(len(one.waiting) for one in self.schedulers) + aside
+        limits, waiting = self._limits, self.num_waiting + aside
         request.check(limits.vocab_size, limits.max_model_len)
         if request.request_id in self.open:
             raise InvalidRequest(f"request_id={request.request_id!r} is already running.", "request_id")
@@ -78,6 +79,11 @@ class RequestTable:
             raise Overloaded(
                 f"{waiting} sequences are waiting (--max-num-waiting {self._config.max_num_waiting}). Try again later."
             )
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no pages."""
+        return sum(len(one.waiting) for one in self.schedulers)
 
     def add(self, request: Request, constraints: Constraints | None = None) -> None:
         """Queue a request. Raises as `check` does. `constraints`: its grammar, compiled."""
@@ -189,12 +195,12 @@ class RequestTable:
     def _rank_stats(self, dp_rank: int) -> RankStats:
         scheduler = self.schedulers[dp_rank]
         manager = scheduler.kv_cache_manager
-        labels = numbered([group.label for group in manager.groups])
+        pools = dict(zip(self._labels, manager.pools, strict=True))
         return RankStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            pages_used={label: pool.used for label, pool in zip(labels, manager.pools, strict=True)},
-            pages_total={label: pool.total for label, pool in zip(labels, manager.pools, strict=True)},
+            pages_used={label: pool.used for label, pool in pools.items()},
+            pages_total={label: pool.total for label, pool in pools.items()},
             preemptions=scheduler.preemptions,
             requests=self._routed[dp_rank],
             requests_by_prefix=self._routed_by_prefix[dp_rank],
