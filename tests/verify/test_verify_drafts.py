@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,8 @@ def test_a_model_with_its_trained_head_passes(name: str, accepted: list[int]) ->
 def test_a_state_without_its_accepted_drafts_fails(monkeypatch: pytest.MonkeyPatch, accepted: list[int]) -> None:
     inner = step_loop.step_rows
 
-    def forgetting(*args: Any) -> Iterator[StepRow]:
-        return (replace(row, replay=0) for row in inner(*args))
+    def forgetting(*args: Any) -> list[StepRow]:
+        return [row._replace(replay=0) for row in inner(*args)]
 
     monkeypatch.setattr(step_loop, "step_rows", forgetting)
     report = verified("qwen3_next")
