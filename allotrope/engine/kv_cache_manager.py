@@ -38,6 +38,7 @@ class KVCacheManager:
         self._copy_page = copy_page
         self._state_groups = [i for i, group in enumerate(self.groups) if group.kind == "state"]
         self._paged = [(i, group) for i, group in enumerate(self.groups) if group.kind != "state"]
+        self._least_page = min((group.page_size for _, group in self._paged), default=0)
         run_length = self.prefix.run_length
         self._decode_interval = -(-_DECODE_CHECKPOINT_TOKENS // run_length) * run_length
         # By slot of the first group with states: the accepted drafts that the checkpoint in it lacks.
@@ -137,6 +138,9 @@ class KVCacheManager:
     def trim(self, seq: Sequence) -> None:
         """Give back the pages of `seq` behind the tokens that are stored, or may be."""
         tokens = seq.computed + seq.unread_drafts
+        # Pages of all groups are whole numbers of the smallest ones.
+        if seq.room < tokens + self._least_page:
+            return
         for index, group in self._paged:
             pages, pool = seq.pages[index], self.pools[index]
             for _ in range(len(pages) - group.pages_for(tokens)):

@@ -340,7 +340,7 @@ class StepLoop:
             if PLACEHOLDER in drafts:
                 assert step.draft_tokens is not None
                 # Where there is no draft, token 0 was verified.
-                drafts = tuple(max(token, 0) for token in step.draft_tokens.at(step.draft_indices[i]))
+                drafts = tuple([max(token, 0) for token in step.draft_tokens.at(step.draft_indices[i])])
             taken = tokens[own]
             if drafts or step.logits is not None:
                 logits = None if step.logits is None else step.logits[i]

@@ -25,7 +25,7 @@ def step_rows(row: Row, num_logits: int, prev: int) -> list[StepRow]:
     rows = [StepRow(ids, seq.computed, *own, num_logits, index, 0, seq.replay, next_id, prev_sequence)]
     for i, draft in enumerate(row.drafts):
         index = row.draft_indices[i] if draft == PLACEHOLDER else -1
-        rows.append(StepRow((draft,), row.end + i, *own, 1, index, i + 1, prev_sequence=prev_sequence))
+        rows.append(StepRow((draft,), row.end + i, *own, 1, index, i + 1, 0, -1, prev_sequence))
     return rows
 
 

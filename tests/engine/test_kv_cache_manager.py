@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ class AlwaysLooks(KVCacheManager):
     def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
         seq.room = 0
         return super().reserve(seq, tokens, spare)
+
+    def trim(self, seq: Sequence) -> None:
+        seq.room = sys.maxsize
+        super().trim(seq)
 
     def commit(self, seq: Sequence, tokens: int, unread_drafts: int = 0) -> None:
         seq.due = 0
