@@ -239,16 +239,3 @@ class SequenceOutput:
     error: str | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-
-    def with_next(self, later: SequenceOutput) -> SequenceOutput:
-        """This output and the one behind it of the same sequence, as if one step had brought both."""
-        logprobs = None if self.logprobs is None else (*self.logprobs, *(later.logprobs or ()))
-        return replace(
-            self,
-            token_ids=(*self.token_ids, *later.token_ids),
-            finish_reason=later.finish_reason,
-            stop_reason=later.stop_reason,
-            logprobs=logprobs,
-            num_draft_tokens=self.num_draft_tokens + later.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens + later.num_accepted_tokens,
-        )

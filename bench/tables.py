@@ -4,10 +4,11 @@
     python bench/tables.py speculation --models gpt_oss qwen3_next --gpus 0 1 --work /tmp/speculation --peer-path SITE
     python bench/tables.py ranks --dry-run
 
-A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. GPUs take the
-next model, or with `spread` the next command. On each GPU they load side by side as far as they fit, and one at a time
-is measured while the others stand still; each GPU's commands have CPUs of their own. An engine that was stopped while
-it loaded has no time to start in the table. Results of models that are not measured again stay in the file.
+A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. Models are
+dealt to the GPUs; with `spread`, a GPU that is free takes the next command. On each GPU they load side by side as far
+as they fit, and one at a time is measured while the others stand still; each GPU's commands have CPUs of their own. An
+engine that was stopped while it loaded has no time to start in the table. Results of models that are not measured again
+stay in the file.
 """
 
 from __future__ import annotations
@@ -225,8 +226,8 @@ def run(
     found: dict[str, bool] = {}
 
     def measure(number: int) -> None:
-        some = cores[number * len(cores) // len(groups) : (number + 1) * len(cores) // len(groups)]
-        found.update(take_turns(waiting[number], Share(groups[number], gigabytes, some or cores), say))
+        cpus = cores[number * len(cores) // len(groups) : (number + 1) * len(cores) // len(groups)]
+        found.update(take_turns(waiting[number], Share(groups[number], gigabytes, cpus or cores), say))
 
     with ThreadPoolExecutor(len(groups)) as pool:
         list(pool.map(measure, range(len(groups))))

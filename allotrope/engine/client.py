@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from allotrope.config import EngineConfig
 from allotrope.engine.messages import (
@@ -42,6 +44,8 @@ from allotrope.logs import one_line
 from allotrope.request import Request, SequenceOutput
 
 _REAP_SECONDS = 2.0
+# Most outputs of a sequence that become one.
+MAX_JOINED = 16
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from allotrope.engine.process import main; main(int(sys.argv[1]))"
@@ -138,9 +142,11 @@ class EngineClient:
                     raise EngineDead(f"{await self._how_it_ended()} while it was loading")
         self._listener = asyncio.create_task(self._listen(reader))
 
-    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """Yield the outputs of all `request.params.n` sequences as they come, until each has ended. Those of a sequence
-        that came while the caller was busy are one: a server that falls behind its engine sends fewer, longer parts.
+    async def generate(self, request: Request, *, join: bool = True) -> AsyncGenerator[SequenceOutput, None]:
+        """Yield the outputs of all `request.params.n` sequences as they come, until each has ended.
+
+        `join`: those of several steps that came while the caller was busy may be one, see `_joined`: a server that
+        falls behind its engine sends fewer, longer parts.
 
         Leaving early (closing the generator, or being cancelled) aborts the request in the engine.
         Raises `InvalidRequest` or `Overloaded` if the engine refuses it, `EngineDead` if the process ends.
@@ -157,7 +163,7 @@ class EngineClient:
                 arrived = [await inbox.get()]
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
-                for item in _joined(arrived):
+                for item in _joined(arrived) if join else arrived:
                     if isinstance(item, AllotropeError):
                         left = 0
                         raise item
@@ -292,19 +298,34 @@ class EngineClient:
         return True
 
 
-def _joined(arrived: list[SequenceOutput | AllotropeError]) -> list[SequenceOutput | AllotropeError]:
-    """Outputs of a sequence that follow each other as one; but for one that tells of a failure, before which the tokens
-    of the others are seen."""
-    found: list[SequenceOutput | AllotropeError] = []
+def _joined(arrived: list[SequenceOutput | AllotropeError]) -> Iterator[SequenceOutput | AllotropeError]:
+    """Outputs of a sequence that follow each other as one, up to `MAX_JOINED` of them.
+
+    Log-probabilities would make long events, and counts of drafts belong to a step: outputs with these stay as they
+    are, and so do failures.
+    """
+    run: list[SequenceOutput] = []
     for item in arrived:
-        last = found[-1] if found else None
-        if isinstance(last, SequenceOutput) and isinstance(item, SequenceOutput):
-            follows = last.index == item.index and last.finish_reason is None
-            if follows and item.finish_reason not in ("error", "abort"):
-                found[-1] = last.with_next(item)
-                continue
-        found.append(item)
-    return found
+        plain = isinstance(item, SequenceOutput) and item.logprobs is None and not item.num_draft_tokens
+        if not isinstance(item, SequenceOutput) or not plain or item.finish_reason in ("error", "abort"):
+            yield from _as_one(run)
+            run = []
+            yield item
+            continue
+        if run and (run[-1].index != item.index or run[-1].finish_reason is not None or len(run) == MAX_JOINED):
+            yield from _as_one(run)
+            run = []
+        run.append(item)
+    yield from _as_one(run)
+
+
+def _as_one(run: list[SequenceOutput]) -> Iterator[SequenceOutput]:
+    if len(run) < 2:
+        yield from run
+        return
+    ids = tuple(itertools.chain.from_iterable(one.token_ids for one in run))
+    last = run[-1]
+    yield replace(run[0], token_ids=ids, finish_reason=last.finish_reason, stop_reason=last.stop_reason)
 
 
 def _signal_name(number: int) -> str:

@@ -188,7 +188,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for their first step."""
+        """Sequences that have no pages: new ones, and those that were preempted."""
         return self._requests.num_waiting
 
     @property

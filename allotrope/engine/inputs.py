@@ -179,7 +179,8 @@ def page_table(rows: Sequence[StepRow], group: int, page_size: int, host: HostRo
     """[B, W] pages, -1 where there is none. Raises ValueError if a row has fewer pages than its tokens need."""
     pages = [row.pages[group] for row in rows]
     widths = np.fromiter(map(len, pages), np.int64, len(rows))
-    for row in np.flatnonzero(widths * page_size < host.seq_lens).tolist():
+    if (short := widths * page_size < host.seq_lens).any():
+        row = int(short.argmax())
         raise ValueError(f"{widths[row]} pages of {page_size} tokens cannot hold {host.seq_lens[row]} tokens")
     table = np.full((len(rows), table_width(int(widths.max()))), -1, dtype=np.int64)
     table[np.arange(table.shape[1]) < widths[:, None]] = np.frombuffer(b"".join(pages), dtype=np.int64)

@@ -38,7 +38,7 @@ class KVCacheManager:
         self._copy_page = copy_page
         self._state_groups = [i for i, group in enumerate(self.groups) if group.kind == "state"]
         self._paged = [(i, group) for i, group in enumerate(self.groups) if group.kind != "state"]
-        self._least_page = min((group.page_size for _, group in self._paged), default=0)
+        self._min_page_size = min((group.page_size for _, group in self._paged), default=0)
         run_length = self.prefix.run_length
         self._decode_interval = -(-_DECODE_CHECKPOINT_TOKENS // run_length) * run_length
         # By slot of the first group with states: the accepted drafts that the checkpoint in it lacks.
@@ -75,7 +75,7 @@ class KVCacheManager:
         if not seq.started:
             seq.cached_tokens, seq.cache_lost = match.tokens, match.lost
         self._plan_checkpoints(seq, match.checkpoint_position)
-        seq.room, seq.due = self._room(seq), 0
+        seq.reserved, seq.due = self._reserved(seq), 0
         return True
 
     def _match(self, seq: Sequence) -> Match:
@@ -114,7 +114,7 @@ class KVCacheManager:
 
         Returns False, with nothing allocated, where a group has fewer.
         """
-        if seq.computed + seq.unread_drafts + tokens <= seq.room:
+        if seq.computed + seq.unread_drafts + tokens <= seq.reserved:
             return True
         missing = [
             0 if group.kind == "state" else group.pages_for(seq.computed + seq.unread_drafts + tokens) - len(pages)
@@ -129,23 +129,23 @@ class KVCacheManager:
         for count, pool, pages in zip(missing, self.pools, seq.pages, strict=True):
             for _ in range(count):
                 pages.append(pool.allocate(pages[-1] if pages else 0))
-        seq.room = self._room(seq)
+        seq.reserved = self._reserved(seq)
         return True
 
-    def _room(self, seq: Sequence) -> int:
+    def _reserved(self, seq: Sequence) -> int:
         return min((len(seq.pages[i]) * group.page_size for i, group in self._paged), default=sys.maxsize)
 
     def trim(self, seq: Sequence) -> None:
         """Give back the pages of `seq` behind the tokens that are stored, or may be."""
         tokens = seq.computed + seq.unread_drafts
         # Pages of all groups are whole numbers of the smallest ones.
-        if seq.room < tokens + self._least_page:
+        if seq.reserved < tokens + self._min_page_size:
             return
         for index, group in self._paged:
             pages, pool = seq.pages[index], self.pools[index]
             for _ in range(len(pages) - group.pages_for(tokens)):
                 pool.decref(pages.pop())
-        seq.room = self._room(seq)
+        seq.reserved = self._reserved(seq)
 
     def commit(self, seq: Sequence, tokens: int, unread_drafts: int = 0) -> None:
         """Account for `tokens` more stored tokens: cache full pages for reuse, free out-of-window pages.
@@ -308,7 +308,7 @@ class KVCacheManager:
         if seq.tentative is not None:
             self._release(seq.tentative.copies)
         seq.checkpoint_positions, seq.decode_checkpoint, seq.tentative = [], None, None
-        seq.computed = seq.replay = seq.unread_drafts = seq.room = seq.due = 0
+        seq.computed = seq.replay = seq.unread_drafts = seq.reserved = seq.due = 0
         seq.drafts = seq.draft_indices = ()
 
     def evict_all(self) -> None:

@@ -82,7 +82,7 @@ class RequestTable:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no pages."""
+        """As `Engine.num_waiting`."""
         return sum(len(one.waiting) for one in self.schedulers)
 
     def add(self, request: Request, constraints: Constraints | None = None) -> None:

@@ -134,9 +134,9 @@ class Scheduler:
         if any(has_prompt):
             # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
             running.sort(key=lambda seq: seq.uncomputed > 1)
-        most = self._max_rows
+        max_rows = self._max_rows
         for seq in running:
-            tokens = budget.chunk(seq, share) if len(rows) < most else 0
+            tokens = budget.chunk(seq, share) if len(rows) < max_rows else 0
             if not tokens or seq.done or (self.preemptions > preemptions and seq not in self.running):
                 continue
             budget.spend(seq, tokens)

@@ -29,19 +29,20 @@ class TentativeCheckpoint:
 class Sequence:
     """Sequence `index` of a request, on data-parallel rank `dp_rank`.
 
-    `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `computed`:
-    tokens whose rows and state are stored. `pages`: per group, the page of each run of tokens, -1 once out of the
-    window. `slots`: per group, the state slot (0: none). `num_cached_blocks`: per group, pages that the prefix
-    cache has seen. `checkpoint_positions`: lengths at which a state checkpoint is to be kept. `decode_checkpoint`:
-    key of the last one within its output. `parent`: the sequence with the same prompt that goes first.
-    `max_output_len`: output tokens after which it ends. `room`: tokens that its pages hold. `due`: length from
-    which `KVCacheManager.commit` has something to cache, to keep or to free. `drafts`: proposed tokens behind the
-    last one, which the next step verifies. `draft_indices`: their places in `DraftedTokens.next_tokens`, for drafts
-    that are placeholders. `replay`: accepted drafts that a recurrent state lacks until its next step, which has one
-    token then. `unread_drafts`: drafts that a step is verifying: so many tokens more may be stored and known to the
-    device. `tentative`: a state checkpoint that is of use if enough of these are accepted. `wants_prompt_logprobs`:
-    whether every prompt position needs logits, which a cached prefix would leave out. `reads_output`: whether
-    sampling its next token reads the tokens before it, rather than only their number.
+    `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `prompt_len`:
+    tokens of the prompt. `computed`: tokens whose rows and state are stored. `pages`: per group, the page of each
+    run of tokens, -1 once out of the window. `slots`: per group, the state slot (0: none). `num_cached_blocks`: per
+    group, pages that the prefix cache has seen. `checkpoint_positions`: lengths at which a state checkpoint is to
+    be kept. `decode_checkpoint`: key of the last one within its output. `parent`: the sequence with the same prompt
+    that goes first. `max_output_len`: output tokens after which it ends. `reserved`: its tokens that have pages.
+    `due`: length from which `KVCacheManager.commit` has something to cache, to keep or to free. `drafts`: proposed
+    tokens behind the last one, which the next step verifies. `draft_indices`: their places in
+    `DraftedTokens.next_tokens`, for drafts that are placeholders. `replay`: accepted drafts that a recurrent state
+    lacks until its next step, which has one token then. `unread_drafts`: drafts that a step is verifying: so many
+    tokens more may be stored and known to the device. `tentative`: a state checkpoint that is of use if enough of
+    these are accepted. `wants_prompt_logprobs`: whether every prompt position needs logits, which a cached prefix
+    would leave out. `reads_output`: whether sampling its next token reads the tokens before it, rather than only
+    their number.
     """
 
     request: Request
@@ -56,7 +57,7 @@ class Sequence:
     wants_prompt_logprobs: bool = field(init=False)
     reads_output: bool = field(init=False)
     computed: int = 0
-    room: int = 0
+    reserved: int = 0
     due: int = 0
     pages: list[array[int]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)

@@ -215,6 +215,7 @@ async def read_conversation(
         continues_text=conversation.continue_final_message,
         keeps_end_token=bool(structured),
         textless=formats.textless_ids(keeps_special_tokens=keeps_special_tokens) if structured else frozenset(),
+        may_end=not conversation.parallel_tool_calls,
     )
     return MessageStream(
         generation,

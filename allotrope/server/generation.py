@@ -63,11 +63,12 @@ class Generation:
 
     `continues_text`: the answer continues the prompt's text (a completion); a chat answer starts a text of its own.
     `echo`: text of the prompt with which each sequence begins, or None. `no_new_tokens`: the client sent
-    `max_tokens=0`, so the one token that the engine generates is dropped. `keeps_end_token`: an end-of-sequence token
-    is part of the text, for a parser to which it means something. `textless`: ids that add no text. `first_index`:
-    index of the first sequence in an answer that covers several prompts. Arriving outputs fill `cached_tokens`,
-    `cache_lost`, `prompt_logprobs`, `completion_tokens`, and the `draft_tokens` and `accepted_tokens` of speculative
-    decoding.
+    `max_tokens=0`, so the one token that the engine generates is dropped. `keeps_end_token`: an end-of-sequence
+    token is part of the text, for a parser to which it means something. `textless`: ids that add no text.
+    `first_index`: index of the first sequence in an answer that covers several prompts. `may_end`: the caller may
+    `end` a sequence, behind which no further step's tokens count. Arriving outputs fill `cached_tokens`,
+    `cache_lost`, `prompt_logprobs`, `completion_tokens`, and the `draft_tokens` and `accepted_tokens` of
+    speculative decoding.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class Generation:
         keeps_end_token: bool = False,
         textless: frozenset[int] = frozenset(),
         first_index: int = 0,
+        may_end: bool = False,
     ) -> None:
         self.request = request
+        self._may_end = may_end
         self.first_index = first_index
         self.cached_tokens = 0
         self.cache_lost: dict[str, int] = {}
@@ -110,7 +113,7 @@ class Generation:
         Raises `GenerationFailed` if the engine dropped a sequence, and every error of `EngineClient.generate`.
         """
         with metrics.track(self.request) as timer:
-            async with aclosing(engine.generate(self.request)) as outputs:
+            async with aclosing(engine.generate(self.request, join=not self._may_end)) as outputs:
                 async for output in outputs:
                     before = self._completion_tokens
                     deltas = self.take(output)

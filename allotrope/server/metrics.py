@@ -104,7 +104,7 @@ class RequestTimer:
         self._ended = 0
 
     def tokens(self, index: int, count: int) -> None:
-        """Record that `count` tokens of sequence `index` arrived now."""
+        """Record that `count` tokens of sequence `index` arrived now, of one step or of several."""
         if not count:
             return
         now = time.monotonic()

@@ -52,10 +52,10 @@ class Waiting:
     def __init__(self, turns: Iterable[Turn]) -> None:
         self._turns, self._lock = deque(turns), threading.Lock()
 
-    def take(self, most: float | None) -> Turn | None:
-        """The first one, if it needs no more than `most` gigabytes; None: any number."""
+    def take(self, max_gigabytes: float | None) -> Turn | None:
+        """The first one, if it needs no more than that; None: any number."""
         with self._lock:
-            if not self._turns or (most is not None and self._turns[0].gigabytes > most):
+            if not self._turns or (max_gigabytes is not None and self._turns[0].gigabytes > max_gigabytes):
                 return None
             return self._turns.popleft()
 
@@ -84,7 +84,8 @@ def take_turns(waiting: Waiting, share: Share, say: Callable[[str], object] = pr
     stopped: dict[str, bool] = {}
     try:
         while True:
-            while (turn := waiting.take(share.gigabytes - _used(running) if running else None)) is not None:
+            # One at a time: a share that has none may be about to ask.
+            if (turn := waiting.take(share.gigabytes - _used(running) if running else None)) is not None:
                 running.append(_start(turn, share))
                 say(f"{turn.name}: loads")
             if not running:

@@ -33,11 +33,11 @@ class AlwaysLooks(KVCacheManager):
     """Takes no sequence's word that there is nothing to do."""
 
     def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
-        seq.room = 0
+        seq.reserved = 0
         return super().reserve(seq, tokens, spare)
 
     def trim(self, seq: Sequence) -> None:
-        seq.room = sys.maxsize
+        seq.reserved = sys.maxsize
         super().trim(seq)
 
     def commit(self, seq: Sequence, tokens: int, unread_drafts: int = 0) -> None:
