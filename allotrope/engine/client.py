@@ -44,8 +44,8 @@ from allotrope.logs import one_line
 from allotrope.request import Request, SequenceOutput
 
 _REAP_SECONDS = 2.0
-# Most outputs of a sequence that become one.
-MAX_JOINED = 16
+# Outputs of a sequence that become one: fewer than the first come step by step, where the server is hardly behind.
+MIN_JOINED, MAX_JOINED = 4, 16
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from allotrope.engine.process import main; main(int(sys.argv[1]))"
@@ -299,7 +299,7 @@ class EngineClient:
 
 
 def _joined(arrived: list[SequenceOutput | AllotropeError]) -> Iterator[SequenceOutput | AllotropeError]:
-    """Outputs of a sequence that follow each other as one, up to `MAX_JOINED` of them.
+    """Outputs of a sequence that follow each other as one, `MIN_JOINED` to `MAX_JOINED` of them.
 
     Log-probabilities would make long events, and counts of drafts belong to a step: outputs with these stay as they
     are, and so do failures.
@@ -320,7 +320,7 @@ def _joined(arrived: list[SequenceOutput | AllotropeError]) -> Iterator[Sequence
 
 
 def _as_one(run: list[SequenceOutput]) -> Iterator[SequenceOutput]:
-    if len(run) < 2:
+    if len(run) < MIN_JOINED:
         yield from run
         return
     ids = tuple(itertools.chain.from_iterable(one.token_ids for one in run))
