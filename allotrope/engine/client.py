@@ -44,14 +44,15 @@ from allotrope.logs import one_line
 from allotrope.request import Request, SequenceOutput
 
 _REAP_SECONDS = 2.0
-# Outputs of a sequence that become one: fewer than the first come step by step, where the server is hardly behind.
-MIN_JOINED, MAX_JOINED = 4, 16
+# Most outputs of a sequence that become one, and how far the caller is behind the engine when they do.
+MAX_JOINED, JOIN_SECONDS = 16, 0.1
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from allotrope.engine.process import main; main(int(sys.argv[1]))"
 )
 
-_Inbox = asyncio.Queue[SequenceOutput | AllotropeError]
+# When the engine made it, and what came.
+_Inbox = asyncio.Queue[tuple[float, SequenceOutput | AllotropeError]]
 
 
 class EngineClient:
@@ -145,8 +146,8 @@ class EngineClient:
     async def generate(self, request: Request, *, join: bool = True) -> AsyncGenerator[SequenceOutput, None]:
         """Yield the outputs of all `request.params.n` sequences as they come, until each has ended.
 
-        `join`: those of several steps that came while the caller was busy may be one, see `_joined`: a server that
-        falls behind its engine sends fewer, longer parts.
+        `join`: those of several steps may be one, see `_joined`, once the caller is `JOIN_SECONDS` behind the engine: a
+        server that cannot keep up sends fewer, longer parts.
 
         Leaving early (closing the generator, or being cancelled) aborts the request in the engine.
         Raises `InvalidRequest` or `Overloaded` if the engine refuses it, `EngineDead` if the process ends.
@@ -160,10 +161,12 @@ class EngineClient:
         try:
             self._send(Add(request))
             while left:
-                arrived = [await inbox.get()]
+                made, item = await inbox.get()
+                arrived = [item]
                 while not inbox.empty():
-                    arrived.append(inbox.get_nowait())
-                for item in _joined(arrived) if join else arrived:
+                    arrived.append(inbox.get_nowait()[1])
+                is_late = time.monotonic() - made > JOIN_SECONDS
+                for item in _joined(arrived) if join and is_late else arrived:
                     if isinstance(item, AllotropeError):
                         left = 0
                         raise item
@@ -237,7 +240,7 @@ class EngineClient:
         finally:
             self.dead = reason or "it was stopped"
             for inbox in self._open.values():
-                inbox.put_nowait(EngineDead(self.dead))
+                inbox.put_nowait((time.monotonic(), EngineDead(self.dead)))
             if self._change is not None and not self._change.done():
                 self._change.set_exception(EngineDead(self.dead))
             self.died.set()
@@ -245,16 +248,16 @@ class EngineClient:
     async def _deliver_all(self, reader: asyncio.StreamReader) -> None:
         while (message := await _receive(reader)) is not None:
             match message:
-                case Stepped(outputs, stats):
+                case Stepped(outputs, stats, made):
                     self._stats = stats
                     for output in outputs:
                         if output.finish_reason is not None:
                             self._ended(output.request_id, output.index)
-                        self._deliver(output.request_id, output)
+                        self._deliver(output.request_id, output, made)
                 case Refused(request_id, text, kind, param):
                     self._ended(request_id)
                     refusal = Overloaded(text) if kind == "overloaded" else InvalidRequest(text, param)
-                    self._deliver(request_id, refusal)
+                    self._deliver(request_id, refusal, time.monotonic())
                 case Changed(refusal):
                     if self._change is not None and not self._change.done():
                         self._change.set_result(refusal)
@@ -271,11 +274,11 @@ class EngineClient:
         if not unended:
             self._unended.pop(request_id, None)
 
-    def _deliver(self, request_id: str, item: SequenceOutput | AllotropeError) -> None:
+    def _deliver(self, request_id: str, item: SequenceOutput | AllotropeError, made: float) -> None:
         # A request that was just aborted may still have had outputs on their way.
         inbox = self._open.get(request_id)
         if inbox is not None:
-            inbox.put_nowait(item)
+            inbox.put_nowait((made, item))
 
     async def _how_it_ended(self) -> str:
         if self._stopped:
@@ -299,7 +302,7 @@ class EngineClient:
 
 
 def _joined(arrived: list[SequenceOutput | AllotropeError]) -> Iterator[SequenceOutput | AllotropeError]:
-    """Outputs of a sequence that follow each other as one, `MIN_JOINED` to `MAX_JOINED` of them.
+    """Outputs of a sequence that follow each other as one, up to `MAX_JOINED` of them.
 
     Log-probabilities would make long events, and counts of drafts belong to a step: outputs with these stay as they
     are, and so do failures.
@@ -320,7 +323,7 @@ def _joined(arrived: list[SequenceOutput | AllotropeError]) -> Iterator[Sequence
 
 
 def _as_one(run: list[SequenceOutput]) -> Iterator[SequenceOutput]:
-    if len(run) < MIN_JOINED:
+    if len(run) < 2:
         yield from run
         return
     ids = tuple(itertools.chain.from_iterable(one.token_ids for one in run))

@@ -98,10 +98,12 @@ class Changed(msgspec.Struct, tag=True):
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """From the engine after each step: its outputs and its counts."""
+    """From the engine after each step: its outputs and its counts. `made`: seconds of `time.monotonic`, which both
+    processes share."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats
+    made: float = 0.0
 
 
 ToEngine = Start | Add | Abort | AbortSequence | Sleep | Wake

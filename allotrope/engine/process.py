@@ -134,7 +134,7 @@ class EngineProcess:
             except Empty:
                 break
         outputs = engine.step() if engine.has_work() else []
-        self._send(Stepped(outputs=outputs, stats=engine.stats()))
+        self._send(Stepped(outputs=outputs, stats=engine.stats(), made=time.monotonic()))
 
     def _take(self, engine: Engine, message: ToEngine | _Compiled) -> None:
         match message:
