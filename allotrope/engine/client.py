@@ -307,28 +307,33 @@ def _joined(arrived: list[SequenceOutput | AllotropeError]) -> Iterator[Sequence
     Log-probabilities would make long events, and counts of drafts belong to a step: outputs with these stay as they
     are, and so do failures.
     """
-    run: list[SequenceOutput] = []
+    run: list[SequenceOutput | AllotropeError] = []
     for item in arrived:
-        plain = isinstance(item, SequenceOutput) and item.logprobs is None and not item.num_draft_tokens
-        if not isinstance(item, SequenceOutput) or not plain or item.finish_reason in ("error", "abort"):
-            yield from _as_one(run)
-            run = []
-            yield item
-            continue
-        if run and (run[-1].index != item.index or run[-1].finish_reason is not None or len(run) == MAX_JOINED):
-            yield from _as_one(run)
+        if run and not (len(run) < MAX_JOINED and _joins(run[-1], item)):
+            yield _as_one(run)
             run = []
         run.append(item)
-    yield from _as_one(run)
+    if run:
+        yield _as_one(run)
 
 
-def _as_one(run: list[SequenceOutput]) -> Iterator[SequenceOutput]:
-    if len(run) < 2:
-        yield from run
-        return
-    ids = tuple(itertools.chain.from_iterable(one.token_ids for one in run))
-    last = run[-1]
-    yield replace(run[0], token_ids=ids, finish_reason=last.finish_reason, stop_reason=last.stop_reason)
+def _joins(last: SequenceOutput | AllotropeError, item: SequenceOutput | AllotropeError) -> bool:
+    """Whether an output goes on where the one before it ended, and neither has what belongs to its step."""
+    if not isinstance(last, SequenceOutput) or not isinstance(item, SequenceOutput):
+        return False
+    plain = all(one.logprobs is None and not one.num_draft_tokens for one in (last, item))
+    follows = last.index == item.index and last.finish_reason is None
+    return plain and follows and item.finish_reason not in ("error", "abort")
+
+
+def _as_one(run: list[SequenceOutput | AllotropeError]) -> SequenceOutput | AllotropeError:
+    """`run`: a failure alone, or outputs that join."""
+    outputs = [one for one in run if isinstance(one, SequenceOutput)]
+    if len(outputs) < 2:
+        return run[0]
+    ids = tuple(itertools.chain.from_iterable(one.token_ids for one in outputs))
+    first, last = outputs[0], outputs[-1]
+    return replace(first, token_ids=ids, finish_reason=last.finish_reason, stop_reason=last.stop_reason)
 
 
 def _signal_name(number: int) -> str:

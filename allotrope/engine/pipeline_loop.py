@@ -81,8 +81,7 @@ class PipelineLoop(StepLoop):
         self._executor.launch(plan)
         for row in rows:
             self._requests.start(row.seq)
-        forced = tuple(None if self._drafting is None else self._forced(row) for row in ready)
-        return StepInFlight(tuple(rows), tuple(num_logits), forced, plan.greedy, mask, since)
+        return StepInFlight(tuple(rows), tuple(num_logits), self._forced(ready), plan.greedy, mask, since)
 
     def _finish(self, step: StepInFlight) -> list[SampledTokens]:
         """Read the tokens of a step, but for sequences that ended since."""

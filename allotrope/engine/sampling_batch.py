@@ -80,7 +80,7 @@ class RowSampling:
     def greedy(self) -> bool:
         """Whether every token is that of the largest logit as it comes, and no log-probabilities are wanted."""
         params = self.params
-        processed = _has_penalty(params) or params.logit_bias or self.allowed is not None or params.min_tokens > 0
+        processed = has_penalty(params) or params.logit_bias or self.allowed is not None or params.min_tokens > 0
         follows = self.constraint is not None
         return params.temperature == 0 and not processed and not follows and params.logprobs is None
 
@@ -194,7 +194,7 @@ class SamplingBatch:
         self._greedy = self._indices(greedy) if greedy else None
         self._untruncated = group([i for i in random if not top_ks[i] and params[i].top_p == 1.0])
         self._truncated = group([i for i in random if top_ks[i] or params[i].top_p < 1.0])
-        self._penalised = [i for i, p in enumerate(params) if _has_penalty(p)]
+        self._penalised = [i for i, p in enumerate(params) if has_penalty(p)]
         self._bias = self._token_bias()
         # The mask of a grammar has these limits in it.
         free = [(i, row) for i, row in enumerate(self.rows) if row.constraint is None]
@@ -338,7 +338,7 @@ class _RandomGroup:
         return replace(self._at_step_0, uniform=_to_device(np.stack(further, 1), self._device).gather(1, of_rows))
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def has_penalty(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
 

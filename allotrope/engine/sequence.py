@@ -7,7 +7,7 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from allotrope.cache.prefix import KeyChain, LostReason
-from allotrope.engine.sampling_batch import RowSampling
+from allotrope.engine.sampling_batch import RowSampling, has_penalty
 from allotrope.request import Request, TokenLogprobs
 
 PLACEHOLDER = -1
@@ -80,8 +80,7 @@ class Sequence:
         params = self.request.params
         self.ids, self.prompt_len = [*self.request.prompt_ids], len(self.request.prompt_ids)
         self.wants_prompt_logprobs = self.index == 0 and params.prompt_logprobs is not None
-        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0
-        self.reads_output = any(penalties)
+        self.reads_output = has_penalty(params)
 
     def append_placeholder(self) -> None:
         """Append a placeholder for a token that the host has not read yet."""

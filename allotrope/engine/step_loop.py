@@ -126,7 +126,7 @@ class StepLoop:
         num_logits = [self._num_logits(row) for row in rows]
         row_of = {} if before is None else before.row_of
         ready = [row for row in rows if row.samples]
-        forced = [None if self._drafting is None else self._forced(row) for row in ready]
+        forced = self._forced(ready)
         steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
         for row, count in zip(rows, num_logits, strict=True):
             steps[row.seq.dp_rank] += step_rows(row, count, row_of.get(row.seq, -1))
@@ -155,8 +155,7 @@ class StepLoop:
         out = run(plan, prev_sampled)
         last_logits = None if greedy else self._last_logits(rows, num_logits, out, len(ready))
         for row in rows:
-            if not row.seq.started:
-                self._requests.start(row.seq)
+            self._requests.start(row.seq)
         outputs: list[SequenceOutput] | None = None
         if greedy:
             launched: InFlightStep | None = start_copy(ready, self._batch(sampling_rows(ready)), Sampled(out, None))
@@ -167,7 +166,7 @@ class StepLoop:
                 mask = self._start_mask(ready)
             launched = self._sample(ready, last_logits, out, mask, before)
         if launched is not None:
-            launched = replace(launched, forced=tuple(forced), rows=decode_rows(rows))
+            launched = replace(launched, forced=forced, rows=decode_rows(rows))
         if model is not None:
             model.start_passes()
             none = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -192,9 +191,11 @@ class StepLoop:
         ]
         return parts[0] if len(parts) == 1 else StepPlan.of_ranks(parts)
 
-    def _forced(self, row: Row) -> int | None:
-        assert self._drafting is not None
-        return self._drafting.forced(row.seq, len(row.drafts))
+    def _forced(self, ready: abc.Sequence[Row]) -> tuple[int | None, ...]:
+        """Per row that is sampled, as in `InFlightStep`."""
+        if self._drafting is None:
+            return (None,) * len(ready)
+        return tuple([self._drafting.forced(row.seq, len(row.drafts)) for row in ready])
 
     def _with_known_drafts(self, row: Row) -> Row:
         """Where sampling reads the drafts before a token, such as for penalties, they cannot be placeholders."""
