@@ -212,15 +212,15 @@ def run(
     table: Table, lines: Mapping[str, Sequence[str]], groups: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> dict[str, bool]:
     """Measure. Returns by command whether its engines were stopped while they loaded."""
-    commands = table.commands()
-    turns = {one.name: turn(table, one, lines[one.name], options) for one in commands}
-    waiting = [Waiting(turns.values())] * len(groups)
-    if not table.given["spread"]:
-        numbers = {model.name: number % len(groups) for number, model in enumerate(table.models)}
-        own = (
-            [turns[one.name] for one in commands if numbers[one.model.name] == number] for number in range(len(groups))
-        )
-        waiting = [Waiting(one) for one in own]
+
+    def turns_of(models: Sequence[Model]) -> Waiting:
+        commands = (one for one in table.commands() if one.model in models)
+        return Waiting(turn(table, one, lines[one.name], options) for one in commands)
+
+    if table.given["spread"]:
+        waiting = [turns_of(table.models)] * len(groups)
+    else:
+        waiting = [turns_of(table.models[number :: len(groups)]) for number in range(len(groups))]
     cores = sorted(os.sched_getaffinity(0))
     gigabytes = options.gpu_gigabytes or memory_of(options.gpus[0])
     found: dict[str, bool] = {}
