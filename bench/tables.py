@@ -6,9 +6,9 @@
 
 A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. Models are
 dealt to the GPUs; with `spread`, a GPU that is free takes the next command. On each GPU they load side by side as far
-as they fit, and one at a time is measured while the others stand still; each GPU's commands have CPUs of their own. An
-engine that was stopped while it loaded has no time to start in the table. Results of models that are not measured again
-stay in the file.
+as they fit, and one at a time is measured while the others stand still; on several GPUs nothing loads meanwhile. Each
+GPU's commands have CPUs of their own. An engine that was stopped while it loaded has no time to start in the table.
+Results of models that are not measured again stay in the file.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from bench.engine.report import HOSTED, OURS  # noqa: E402
 from bench.engine.turns import Share, Turn, Waiting, take_turns  # noqa: E402
 
 TABLES, CONFIGS, RESULTS = (ROOT / "bench" / name for name in ("engine/tables", "configs", "results"))
-# Each command's SGLang engines have ten ports of their own.
+# Each command's SGLang engines have ten ports of their own, also where tables are made on other GPUs of the host.
 FIRST_PORT = 29700
+PORTS_OF_GPU = 200
 # Gigabytes of a GPU that are left to its driver.
 SPARE = 4.0
 DEFAULT_WORK = Path(tempfile.gettempdir()) / "allotrope-tables"
@@ -93,7 +94,7 @@ class Table:
                 RankLayout.named(one.get("layout", "TP1")),
             )
             for model in self.models
-            for number, one in enumerate(self.given["commands"])
+            for number, one in enumerate(model.given.get("commands", self.given["commands"]))
         ]
 
     def options(self, model: Model, engine: str) -> dict[str, Any]:
@@ -122,9 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
     groups = [options.gpus[first : first + size] for first in range(0, len(options.gpus) - size + 1, size)]
     if not groups:
         sys.exit(f"--gpus: the table {options.table} needs {size}")
+    port = FIRST_PORT + PORTS_OF_GPU * options.gpus[0]
     lines = {
-        one.name: command_line(table, one, options, FIRST_PORT + 10 * place)
-        for place, one in enumerate(table.commands())
+        one.name: command_line(table, one, options, port + 10 * place) for place, one in enumerate(table.commands())
     }
     if options.dry_run:
         for line in lines.values():

@@ -77,23 +77,30 @@ class _Running:
 
 
 def take_turns(waiting: Waiting, share: Share, say: Callable[[str], object] = print) -> dict[str, bool]:
-    """Run turns on a share until none is waiting. The next one starts as soon as it fits beside those that run. Returns
-    by name whether its engines were stopped while they loaded: then the time that they took to start means nothing.
+    """Run turns on a share until none is waiting. The next one starts as soon as it fits beside those that run; on
+    several GPUs, where those that run have all been measured: a rank that is stopped would leave the kernels of others
+    waiting for it on their GPUs. Returns by name whether its engines were stopped while they loaded: then the time that
+    they took to start means nothing.
     """
     running = list[_Running]()
     stopped: dict[str, bool] = {}
+    together, measures = len(share.gpus) > 1, False
     try:
         while True:
+            measures = measures and bool(running)
             # One at a time: a share that has none may be about to ask.
-            if (turn := waiting.take(share.gigabytes - _used(running) if running else None)) is not None:
+            room = share.gigabytes - _used(running) if running else None
+            turn = None if measures else waiting.take(room)
+            if turn is not None:
                 running.append(_start(turn, share))
                 say(f"{turn.name}: loads")
             if not running:
                 break
-            ready = next((one for one in running if one.is_ready()), None)
-            if ready is None:
+            are_ready = [one for one in running if one.is_ready()]
+            if not are_ready or (together and len(are_ready) < len(running)):
                 time.sleep(_POLL_S)
                 continue
+            measures, ready = together, are_ready[0]
             _measure(ready, [one for one in running if one is not ready])
             running.remove(ready)
             stopped[ready.turn.name] = ready.was_stopped

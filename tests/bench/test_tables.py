@@ -102,6 +102,17 @@ def test_a_share_that_is_free_takes_the_next_turn(tmp_path: Path) -> None:
     assert sorted(found) == [["a", "b"], ["long"]]
 
 
+def test_ranks_are_not_stopped_before_they_are_ready(tmp_path: Path) -> None:
+    # Two at a time.
+    loads = {"slow": 1.0, "quick": 0.2, "last": 0.0}
+    asked = [turn(tmp_path, name, load=load, gigabytes=5) for name, load in loads.items()]
+    stopped = take_turns(Waiting(asked), replace(SHARE, gpus=(0, 1)), lambda text: None)
+    assert stopped == dict.fromkeys(loads, False)
+    loaded = min(said(tmp_path, "slow")[0]) + 1.0
+    begins, ends = ([said(tmp_path, name)[part] for name in ("slow", "quick")] for part in (1, 2))
+    assert loaded <= min(begins) and max(ends) <= min(said(tmp_path, "last")[1:])
+
+
 def test_nothing_is_left_running_when_it_is_interrupted(tmp_path: Path) -> None:
     def interrupt(text: str) -> None:
         if text == "second: loads":
@@ -137,7 +148,8 @@ def test_every_command_of_every_table_is_understood(
 
 def test_data_parallel_ranks_have_room_for_whole_weights(tables: Any) -> None:
     table = tables.Table("layouts", ["gpt_oss"])
-    room = {command.layout.name: table.gigabytes(command, 20.0) - 36 for command in table.commands()}
+    more = float(table.given["gigabytes"])
+    room = {command.layout.name: table.gigabytes(command, 20.0) - more for command in table.commands()}
     assert room == {"TP2": 10, "TP2 EP": 10, "DP2 EP": 20}
 
 
