@@ -7,8 +7,9 @@
 A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. Models are
 dealt to the GPUs; with `spread`, a GPU that is free takes the next command. On each GPU they load side by side as far
 as they fit, and one at a time is measured while the others stand still; on several GPUs nothing loads meanwhile. Each
-GPU's commands have CPUs of their own. An engine that was stopped while it loaded has no time to start in the table.
-Results of models that are not measured again stay in the file.
+GPU's commands have CPUs of their own. An engine that was stopped while it loaded has no time to start in the table, nor
+has one that found compiled kernels of another (`shared_caches`). Results of models that are not measured again stay in
+the file.
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ def run(
 
 
 def turn(table: Table, command: Command, line: Sequence[str], options: argparse.Namespace) -> Turn:
-    caches = options.work / "caches" / command.name
+    shared = table.given.get("shared_caches", False)
+    caches = options.work / "caches" / (command.model.name if shared else command.name)
     environment = {
         # Threads of engines that wait for their turn would wait for each other on all CPUs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
@@ -287,7 +289,7 @@ def write(table: Table, stopped: Mapping[str, bool], options: argparse.Namespace
         for model in report["models"].values():
             for column in model["engines"].values():
                 failed |= bool(column["error"])
-                if stopped[command.name]:
+                if stopped[command.name] or table.given.get("shared_caches", False):
                     column["start_s"] = []
         file.write_text(json.dumps(report))
         files.append(file)

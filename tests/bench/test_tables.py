@@ -204,6 +204,26 @@ def test_figures_of_a_run_before_are_not_taken_for_those_of_one_that_failed(tabl
     assert tables.write(table, {}, options) == 1
 
 
+@pytest.mark.parametrize(("name", "shared"), [("layouts", True), ("hosts", False)])
+def test_commands_of_a_model_find_compiled_kernels_where_the_table_says_so(
+    tables: Any, tmp_path: Path, name: str, shared: bool
+) -> None:
+    table, options = tables.Table(name, ["gpt_oss"]), tables.parse([name, "--work", str(tmp_path)])
+    roots = {tables.turn(table, one, [], options).environment["VLLM_CACHE_ROOT"] for one in table.commands()}
+    assert len(roots) == (1 if shared else len(table.commands()))
+    # Starts are left out where kernels may have been there already.
+    for command in table.commands():
+        file = tmp_path / "found" / f"{command.name}.json"
+        file.parent.mkdir(exist_ok=True)
+        column = {"error": None, "start_s": [3.0]}
+        file.write_text(json.dumps({"models": {"gpt_oss": {"engines": {command.engines[0]: column}}}}))
+    options.out = tmp_path / "out"
+    tables.write(table, dict.fromkeys((one.name for one in table.commands()), False), options)
+    reports = [json.loads((tmp_path / "found" / f"{one.name}.json").read_text()) for one in table.commands()]
+    starts = [column["start_s"] for one in reports for column in one["models"]["gpt_oss"]["engines"].values()]
+    assert starts == [[] if shared else [3.0]] * len(table.commands())
+
+
 def test_unknown_models_and_too_few_gpus_are_refused(tables: Any) -> None:
     with pytest.raises(SystemExit, match="--models: nobody: the table has "):
         tables.main(["hosts", "--models", "nobody", "--dry-run"])
