@@ -8,13 +8,16 @@ import torch
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Indices of the k largest scores of each row, in ascending order.
 
-    `scores`: [n, m] float without NaN; -inf marks a masked entry. Returns [n, k] int64; where fewer than k entries are
-    not masked, -1 fills the end of the row. Of equal scores the lowest index is selected first.
+    `scores`: [n, m] float; -inf marks a masked entry, and NaN is above all, so that a request that has it ends. Returns
+    [n, k] int64; where fewer than k entries are not masked, -1 fills the end of the row. Of equal scores the lowest
+    index is selected first.
     Raises ValueError if k is not positive.
     """
     if k < 1:
         raise ValueError(f"k={k}; allowed: at least 1")
     rows, columns = scores.shape
+    if bool(scores.isnan().any()):
+        scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     selected = scores > -torch.inf
     if columns > k:
         threshold = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)

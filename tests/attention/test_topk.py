@@ -47,3 +47,9 @@ def test_no_rows_and_k_below_one() -> None:
     assert top_indices(torch.empty(0, 5), 3).shape == (0, 3)
     with pytest.raises(ValueError, match=r"k=0; allowed: at least 1"):
         top_indices(torch.ones(1, 1), 0)
+
+
+def test_what_is_not_a_number_is_above_all() -> None:
+    nan, inf = torch.nan, torch.inf
+    scores = torch.tensor([[5.0, nan, 3.0, -inf, 4.0], [inf, 1.0, nan, 2.0, nan], [nan, nan, nan, nan, nan]])
+    assert top_indices(scores, 2).tolist() == [[0, 1], [0, 2], [0, 1]]

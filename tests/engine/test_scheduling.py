@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine.watching import GREEDY, assert_idle, assert_same, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
+from allotrope.architectures.deepseek_v3 import tiny_deepseek_v3
+from allotrope.architectures.deepseek_v4 import tiny_deepseek_v4
+from allotrope.architectures.deepseek_v32 import tiny_deepseek_v32
 from allotrope.architectures.llama import tiny_llama, tiny_mistral
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.errors import ConfigError, InvalidRequest, ModelError, Overloaded
 from allotrope.request import SamplingParams
+
+FAMILIES = (tiny_llama, tiny_mistral, tiny_deepseek_v3, tiny_deepseek_v32, tiny_qwen3_next, tiny_deepseek_v4)
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -85,9 +93,11 @@ def test_what_cannot_run_is_refused_by_name(model: Path) -> None:
     assert not running.has_work()
 
 
-def test_a_request_without_numbers_ends_alone(model: Path) -> None:
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.__name__)
+def test_a_request_without_numbers_ends_alone(config: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
     """One token's embedding is broken: its request fails with a reason; its neighbour and the pages do not notice."""
-    running = engine(model, max_num_seqs=4)
+    (tmp_path / "config.json").write_text(json.dumps(config()))
+    running = engine(tmp_path, load_format="dummy", max_num_seqs=4, max_model_len=256)
     good = request("good", [9, 10, 11])
     alone = run(running, [good])
     running.model.embedding.weight.data[12] = torch.nan
