@@ -15,7 +15,7 @@ from torch import nn
 from allotrope.architectures.registry import Architecture
 from allotrope.checkpoint.expert_rules import expert_rules, mlp_rules
 from allotrope.checkpoint.mtp_rules import DRAFTS_ALONE, mtp_layer_rules, mtp_part_rules
-from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope, rope_values
+from allotrope.checkpoint.read_config import ConfigReader, layer_types, read_rope, refuse_impossible, rope_values
 from allotrope.checkpoint.weights import Rule, drop
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
@@ -166,14 +166,16 @@ def deepseek_v4_draft_rules(spec: ModelSpec, draft: DraftSpec) -> list[Rule]:
 
 
 def _window_mixer(config: ConfigReader) -> CsaMixerSpec:
-    dim = config.get("head_dim", int)
+    dim, heads, groups = (config.get(key, int) for key in ("head_dim", "num_attention_heads", "o_groups"))
     rope, _ = _ropes(config, dim)
+    if groups < 1 or heads % groups:
+        config.refuse(f"config o_groups={groups} of num_attention_heads={heads} (needs a divisor)")
     return CsaMixerSpec(
         hidden=config.get("hidden_size", int),
-        num_heads=config.get("num_attention_heads", int),
+        num_heads=heads,
         head_dim=dim,
         q_rank=config.get("q_lora_rank", int),
-        out_groups=config.get("o_groups", int),
+        out_groups=groups,
         out_rank=config.get("o_lora_rank", int),
         window=config.get("sliding_window", int),
         rope=rope,
@@ -233,9 +235,12 @@ def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
     else:
         if rotated is None:
             config.refuse("config has no 'qk_rope_head_dim' (needs int)")
-        plain = RopeSpec(dim=rotated or dim, theta=plain_theta, interleaved=True)
+        plain = RopeSpec(dim=dim if rotated is None else rotated, theta=plain_theta, interleaved=True)
         stretched = read_rope(config, dim, theta_key=key, default_theta=theta, interleaved=True)
-        stretched = dataclasses.replace(stretched, dim=rotated or dim)
+        stretched = dataclasses.replace(stretched, dim=dim if rotated is None else rotated)
+    refuse_impossible(config, plain)
+    if plain.dim > dim:
+        config.refuse(f"config qk_rope_head_dim={plain.dim} of head_dim={dim} (needs at most as many)")
     if rotated is not None and part is not None and rotated != round(dim * part):
         config.refuse(f"config qk_rope_head_dim={rotated}, but {part} of head_dim={dim} are rotated: give one of them")
     if "attention_factor" not in values:

@@ -66,7 +66,9 @@ def _read_rope(config: ConfigReader, dim: int) -> RopeSpec:
     """Reads the rope, whose dims are given as `rotary_dim` or as `partial_rotary_factor`."""
     rotated = config.get("rotary_dim", int, None)
     part = rope_values(config).get("partial_rotary_factor") or config.get("partial_rotary_factor", float, None)
-    rope = read_rope(config, dim if part else rotated or dim, default_theta=5000000.0)
+    rope = read_rope(config, dim if part or rotated is None else rotated, default_theta=5000000.0)
+    if rotated is not None and rotated > dim:
+        config.refuse(f"config rotary_dim={rotated} of a head with {dim} dims (needs at most as many)")
     if rotated is not None and rotated != rope.dim:
         config.refuse(f"config rotary_dim={rotated}, but partial_rotary_factor={part} of {dim} dims: give one of them")
     return rope

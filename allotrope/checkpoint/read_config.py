@@ -28,6 +28,14 @@ BOOKKEEPING = frozenset(
     """.split()
 )
 
+# Counts without which there is no model.
+_AT_LEAST_ONE = frozenset(
+    """
+    num_hidden_layers vocab_size hidden_size max_position_embeddings num_attention_heads head_dim
+    moe_intermediate_size hc_mult
+    """.split()
+)
+
 _REQUIRED: Any = object()
 
 
@@ -66,6 +74,10 @@ class ConfigReader:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.reasons.append(f"config {key}={value!r} (needs {kind.__name__})")
             return kind() if default is _REQUIRED or default is None else default
+        if key in _AT_LEAST_ONE and isinstance(value, int) and value < 1:
+            self.refuse(f"config {key}={value} (needs at least 1)")
+            # What is computed from it on the way to the end.
+            return 1
         return value
 
     def expect(self, key: str, *allowed: object) -> None:
@@ -174,7 +186,9 @@ def read_rope(
     reader = ConfigReader(values, f"{config.subject} rope")
     reader.reasons = config.reasons
     theta = reader.get("rope_theta", float)
-    part = reader.get("partial_rotary_factor", float, None) or partial or default_part
+    part = next(
+        one for one in (reader.get("partial_rotary_factor", float, None), partial, default_part) if one is not None
+    )
     name = reader.get("rope_type", str, None) or reader.get("type", str, "default")
     # `type` is the older key of `rope_type`. Its "mrope" means positions on several axes.
     reader.expect("type", name, None, *(("mrope",) if name == "default" else ()))
@@ -189,7 +203,19 @@ def read_rope(
         dim = int(dim * part)
         scaling = _read_scaling(reader, name, config)
     reader.refuse_unread("rope")
-    return RopeSpec(dim=dim, theta=theta, interleaved=interleaved, scaling=scaling)
+    if not 0 < part <= 1:
+        config.refuse(f"config partial_rotary_factor={part} (needs more than 0, at most 1)")
+    spec = RopeSpec(dim=dim, theta=theta, interleaved=interleaved, scaling=scaling)
+    refuse_impossible(config, spec)
+    return spec
+
+
+def refuse_impossible(config: ConfigReader, rope: RopeSpec) -> None:
+    """Refuse a rope that cannot pair its dims, or has no frequencies."""
+    if rope.dim < 2 or rope.dim % 2:
+        config.refuse(f"config rotates {rope.dim} dims of a head (needs an even number, at least 2)")
+    if rope.theta <= 0:
+        config.refuse(f"config rotates with theta={rope.theta} (needs more than 0)")
 
 
 def rope_values(config: ConfigReader, theta_key: str = "rope_theta") -> dict[str, Any]:

@@ -199,3 +199,50 @@ def test_two_values_that_differ_are_refused(name: str, changes: dict[str, Any]) 
         config[key] = config[key] | value if isinstance(value, dict) else value
     with pytest.raises(ModelError):
         read_spec(config, name)
+
+
+# Keys, wherever a config has them, with values of which no model can be made.
+IMPOSSIBLE: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings", "hc_mult"), (0, -1)),
+    "partial_rotary_factor": (0.0, 1.5, -1.0),
+    "rope_theta": (0.0, -1.0),
+    "compress_rope_theta": (0.0,),
+    # Odd ones cannot be paired.
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "global_head_dim"), (0, 15)),
+    "o_groups": (0, 3),
+}
+
+
+def with_value(config: dict[str, Any], key: str, value: float) -> bool:
+    """Set `key` wherever `config` has it; whether it has."""
+    parts = [part for name, part in config.items() if isinstance(part, dict) and name != "vision_config"]
+    found = [with_value(part, key, value) for part in parts]
+    if key in config:
+        config[key] = value
+    return key in config or any(found)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_impossible_sizes_are_refused(name: str) -> None:
+    tested = 0
+    for key, values in IMPOSSIBLE.items():
+        for value in values:
+            config = copy.deepcopy(find_architecture({"architectures": [name]}, name).tiny())
+            if not with_value(config, key, value) or name.startswith(HARMLESS.get(key, ("", ()))[1]):
+                continue
+            tested += 1
+            try:
+                read_spec(config, name)
+            except ModelError:
+                continue
+            pytest.fail(f"{key}={value} is not refused")
+    assert tested >= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("MiniMaxM2ForCausalLM", "rotary_dim"), ("DeepseekV4ForCausalLM", "qk_rope_head_dim")]
+)
+def test_a_rope_that_is_wider_than_its_head_is_refused(name: str, key: str) -> None:
+    config = find_architecture({"architectures": [name]}, name).tiny()
+    with pytest.raises(ModelError, match="needs at most as many"):
+        read_spec(config | {key: 2 * config["head_dim"]}, name)
