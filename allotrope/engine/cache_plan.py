@@ -5,7 +5,7 @@ Owns the refusal of a model that does not fit. Must not run a step: `profile` me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -34,6 +34,18 @@ def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None
     if wants_few_tokens(load_plan, config):
         room = min(room, _few_tokens(load_plan, config))
     return plan_within(load_plan, config, room, available)
+
+
+def refuse_small_caches(stages: Iterable[LoadPlan], config: EngineConfig) -> None:
+    """Raise ConfigError where the kv_cache_memory_bytes of each of these ranks hold no sequence of full length on one of
+    them, saying what all would need."""
+    if config.kv_cache_memory_bytes is not None:
+        plan_caches(max(stages, key=lambda one: _least_bytes(one, config)), config)
+
+
+def _least_bytes(load_plan: LoadPlan, config: EngineConfig) -> int:
+    """Of the caches of one sequence of full length."""
+    return make_plan(load_plan.groups, _demand(load_plan, config), load_plan.max_model_len, 1).bytes
 
 
 def wants_few_tokens(load_plan: LoadPlan, config: EngineConfig) -> bool:

@@ -26,10 +26,10 @@ import torch
 
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
-from allotrope.engine.cache_plan import plan_caches
+from allotrope.engine.cache_plan import plan_caches, refuse_small_caches
 from allotrope.engine.executor import DraftedTokens, Executor, OnDeath
 from allotrope.engine.inputs import StepPlan
-from allotrope.engine.load_plan import LoadPlan
+from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
 from allotrope.engine.rank_group import LOOPBACK, RankGroup
@@ -43,6 +43,7 @@ from allotrope.engine.workers import Workers
 from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.parallel import Parallel
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class MultiprocessExecutor(Executor):
         refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
+        _refuse_small_stages(config, preferred_tokens)
         return cls._start(config, load_plan, lambda shared: WorkerProcesses(shared, size, on_death), LOOPBACK)
 
     @classmethod
@@ -70,7 +72,9 @@ class MultiprocessExecutor(Executor):
 
         placement = RayPlacement.reserve(config, config.layout.size)
         try:
-            load_plan = prepare_rank(replace(config, device=placement.device), 0, preferred_tokens)
+            own = replace(config, device=placement.device)
+            load_plan = prepare_rank(own, 0, preferred_tokens)
+            _refuse_small_stages(own, preferred_tokens)
             return cls._start(
                 config, load_plan, lambda shared: RayWorkers(shared, placement, on_death), placement.address
             )
@@ -198,6 +202,17 @@ class MultiprocessExecutor(Executor):
         self._workers.close()
         self.worker.close()
         self._ranks.leave()
+
+
+def _refuse_small_stages(config: EngineConfig, preferred_tokens: int) -> None:
+    """Raise ConfigError where a pipeline stage needs more memory for its caches than is given to each."""
+    layout = config.layout
+    if layout.pipeline > 1:
+        firsts = range(0, layout.size, layout.size // layout.pipeline)
+        ranks = (Parallel.of(layout, first) for first in firsts)
+        refuse_small_caches(
+            (resolve_load_plan(config, one, preferred_tokens=preferred_tokens) for one in ranks), config
+        )
 
 
 def _close_at_exit(executor: weakref.ref[MultiprocessExecutor], process: int) -> None:

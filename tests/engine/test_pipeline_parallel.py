@@ -211,6 +211,19 @@ def test_preempted_sequences_give_the_same_tokens(name: str, tmp_path: Path) -> 
         tight.close()
 
 
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DeepseekV4ForCausalLM"])
+def test_too_little_memory_is_refused_with_what_every_stage_needs(name: str, tmp_path: Path) -> None:
+    """Of these models the second stage needs more than the first."""
+    (tmp_path / "config.json").write_text(json.dumps(find_architecture({"architectures": [name]}, name).tiny()))
+    options = {"load_format": "dummy", "max_model_len": 192, "threads": 1, "pipeline_parallel_size": 2}
+    with pytest.raises(ConfigError) as refused:
+        engine(tmp_path, **options, kv_cache_memory_bytes=1)
+    needed = int(str(refused.value).rpartition("--kv-cache-memory-bytes ")[2].rstrip("."))
+    with pytest.raises(ConfigError, match=f"needs {needed} bytes; {needed - 1} bytes are given"):
+        engine(tmp_path, **options, kv_cache_memory_bytes=needed - 1)
+    engine(tmp_path, **options, kv_cache_memory_bytes=needed).close()
+
+
 def test_grammars_hold_answers_of_every_step_in_flight(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = write_tiny_model(tmp_path)
