@@ -37,8 +37,8 @@ def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None
 
 
 def refuse_small_caches(stages: Iterable[LoadPlan], config: EngineConfig) -> None:
-    """Raise ConfigError where the kv_cache_memory_bytes of each of these ranks hold no sequence of full length on one of
-    them, saying what all would need."""
+    """Raise ConfigError where the kv_cache_memory_bytes of each of these ranks hold no sequence of full length on one
+    of them, saying what all would need."""
     if config.kv_cache_memory_bytes is not None:
         plan_caches(max(stages, key=lambda one: _least_bytes(one, config)), config)
 
