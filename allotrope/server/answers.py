@@ -158,7 +158,6 @@ class CompletionAnswer(OpenAIAnswer):
 
     def __init__(self, model: str, generations: Sequence[Generation], tokenizer: Tokenizer, report: Report) -> None:
         super().__init__(model, generations, tokenizer, report)
-        self._offsets = [0] * self._count
         self._begun = [False] * self._count
 
     def opening(self) -> list[Json]:
@@ -166,10 +165,8 @@ class CompletionAnswer(OpenAIAnswer):
 
     def chunks(self, delta: Delta) -> list[Json]:
         new = () if delta.echoed else delta.tokens
-        choice = self._choice(delta.index, delta.text, delta.tokens, new, self._offsets[delta.index])
+        choice = self._choice(delta.index, delta.text, delta.tokens, new)
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        if self._report.logprobs is not None:
-            self._offsets[delta.index] += sum(len(text) for text in choice["logprobs"]["tokens"])
         if not self._begun[delta.index]:
             self._begun[delta.index] = True
             choice |= self._about_prompt(delta.index)
@@ -179,19 +176,17 @@ class CompletionAnswer(OpenAIAnswer):
         choices = []
         for index, sequence in enumerate(_accumulate(deltas, self._count)):
             new = sequence.tokens[sequence.echoed_tokens :]
-            choice = self._choice(index, sequence.text, sequence.tokens, new, 0)
+            choice = self._choice(index, sequence.text, sequence.tokens, new)
             choice |= {"finish_reason": sequence.finish_reason, "stop_reason": sequence.stop_reason}
             choices.append(choice | self._about_prompt(index))
         return self._frame(self.object_whole, choices) | {"usage": self.usage()}
 
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[TokenScore], new: Sequence[TokenScore], offset: int
-    ) -> Json:
+    def _choice(self, index: int, text: str, tokens: Sequence[TokenScore], new: Sequence[TokenScore]) -> Json:
         scored = self._report.logprobs is not None
         choice: Json = {
             "index": index,
             "text": text,
-            "logprobs": self._writer.legacy_logprobs(tokens, offset) if scored else None,
+            "logprobs": self._writer.legacy_logprobs(tokens) if scored else None,
             "finish_reason": None,
         }
         if self._report.token_ids:

@@ -7,13 +7,13 @@ must not know HTTP or any JSON form.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from allotrope.errors import AllotropeError
-from allotrope.request import FinishReason, Request, SequenceOutput, TokenLogprobs
+from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ class GenerationFailed(AllotropeError):
 
 
 class TokenScore(NamedTuple):
-    """A token and, if requested, its log-probabilities."""
+    """A token and, if requested, its log-probabilities. `offset`: characters of its sequence's text before its own."""
 
     id: int
     logprobs: TokenLogprobs | None
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Generation:
         self.accepted_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._echo = echo
+        self._tokenizer = tokenizer
         self._no_new_tokens = no_new_tokens
         self._kept_ends = frozenset(request.eos_ids if keeps_end_token else ())
         self._completion_tokens = 0
@@ -167,9 +169,15 @@ class Generation:
         if self._echo is None:
             return []
         ids = self.request.prompt_ids
-        tokens = tuple(map(TokenScore, ids, self.prompt_logprobs or [None] * len(ids)))
+        tokens = tuple(map(TokenScore, ids, self.prompt_logprobs or [None] * len(ids), self._echoed_offsets(ids)))
         indices = range(self.first_index, self.first_index + len(self._sequences))
         return [Delta(index, self._echo, tokens, echoed=True) for index in indices]
+
+    def _echoed_offsets(self, ids: Sequence[int]) -> Iterator[int]:
+        stream = TextStream(self._tokenizer, SamplingParams())
+        for token in ids:
+            yield min(stream.characters, len(self._echo or ""))
+            stream.push([token])
 
     def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Delta:
         """The delta of `output`. Tokens are read one by one, so the text is the same for any number of them a step."""
@@ -181,7 +189,7 @@ class Generation:
         omitted = len(output.token_ids) - 1 if reason == "stop" and not params.include_stop_str_in_output else -1
         scores = output.logprobs or [None] * len(output.token_ids)
         for offset, (token, score) in enumerate(zip(output.token_ids, scores, strict=True)):
-            tokens.append(TokenScore(token, score))
+            tokens.append(TokenScore(token, score, len(self._echo or "") + sequence.stream.characters))
             pieces.append("" if offset == omitted and token not in self._kept_ends else sequence.stream.push([token]))
             if sequence.stream.stopped_by is not None:
                 reason, stop_reason = "stop", sequence.stream.stopped_by

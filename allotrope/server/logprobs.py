@@ -62,18 +62,12 @@ class TokenWriter:
         bytes_ = list(self._tokenizer.token_bytes(token))
         return {"token": self.text(token), "logprob": _finite(logprob), "bytes": bytes_}
 
-    def legacy_logprobs(self, tokens: Sequence[TokenScore], offset: int) -> Json:
-        """`offset`: number of characters of the answer before the first token."""
-        texts = [self.text(token.id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+    def legacy_logprobs(self, tokens: Sequence[TokenScore]) -> Json:
         return {
-            "tokens": texts,
+            "tokens": [self.text(token.id) for token in tokens],
             "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
             "top_logprobs": [None if t.logprobs is None else self._legacy_top(t.logprobs) for t in tokens],
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
 
     def _legacy_top(self, scores: TokenLogprobs) -> dict[str, float]:

@@ -18,6 +18,7 @@ class TextStream:
     All pushes together return `tokenizer.decode` of the ids, cut at the first stop string, for any portions of ids. The
     cost of a push does not grow with the text. `stopped_by`: the stop string that was found, if any; later pushes
     return "". `used_tokens`: number of ids up to the one that completed the stop string (of all ids, if none did).
+    `characters`: of the ids so far, whether they are final or not; an incomplete one does not count yet.
 
     `params`: the stream reads `stop`, `include_stop_str_in_output`, `min_tokens` (stop strings completed by earlier
     tokens are ignored) and `skip_special_tokens`. `continues_text`: keep the space that a sentencepiece tokenizer puts
@@ -34,6 +35,7 @@ class TextStream:
     ) -> None:
         self.stopped_by: str | None = None
         self.used_tokens = 0
+        self.characters = 0
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, continues_text=continues_text
         )
@@ -50,22 +52,26 @@ class TextStream:
         """
         if self._matcher is None:
             self.used_tokens += len(token_ids)
-            text = self._detokenizer.push(self._with_text(token_ids))
+            text = self._decoded(token_ids)
             return text + self._detokenizer.flush() if final else text
         parts = []
         for token_id in token_ids:
             if self.stopped_by is not None:
                 break
             self.used_tokens += 1
-            parts.append(self._match(self._matcher, self._detokenizer.push(self._with_text((token_id,)))))
+            parts.append(self._match(self._matcher, self._decoded((token_id,))))
         if final and self.stopped_by is None:
             parts.append(self._match(self._matcher, self._detokenizer.flush()))
             parts.append(self._held)
             self._held = ""
         return "".join(parts)
 
-    def _with_text(self, token_ids: Sequence[int]) -> Sequence[int]:
-        return [i for i in token_ids if i not in self._textless] if self._textless else token_ids
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        text = self._detokenizer.push(
+            [i for i in token_ids if i not in self._textless] if self._textless else token_ids
+        )
+        self.characters += len(text)
+        return text
 
     def _match(self, matcher: StopMatcher, text: str) -> str:
         """Append `text` to the held text. Returns the part that is final."""

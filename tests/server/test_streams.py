@@ -128,6 +128,24 @@ def test_a_completion_stream_accumulates_to_the_whole_answer(http: httpx.Client,
             assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
 
 
+@pytest.mark.parametrize("more", [{}, {"return_tokens_as_token_ids": True}, {"stop": ["no such text"]}])
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_point_into_the_text(http: httpx.Client, echo: bool, more: Json) -> None:
+    """Neither a special token nor the bytes of one character count, whatever a token is written as."""
+    prompt = "日本 cat é"
+    body = COMPLETION | {"prompt": prompt, "echo": echo, "logprobs": 0, "max_tokens": 12, "temperature": 0, **more}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    offsets, text = choice["logprobs"]["text_offset"], choice["text"]
+    assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(text)
+    written = http.post("/v1/completions", json=body | {"return_tokens_as_token_ids": False}).json()["choices"][0]
+    checked = 0
+    for token, offset in zip(written["logprobs"]["tokens"], offsets, strict=True):
+        if token.isascii() and not token.startswith("<"):
+            assert text[offset : offset + len(token)] == token, (token, offset, text)
+            checked += 1
+    assert checked >= (6 if echo else 1)
+
+
 def test_usage_in_every_chunk(http: httpx.Client) -> None:
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
     events = read_events(http.post("/v1/chat/completions", json=CHAT | options))
