@@ -56,6 +56,10 @@ class Grammar:
             )
 
 
+NOTHING_ALLOWED = "allowed_token_ids has no token with which the grammar can go on."
+"""The error of a sequence that the client's own limits leave no token."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request. `temperature` 0 is greedy.
@@ -178,6 +182,12 @@ class Request:
                 f"the prompt has {len(self.prompt_ids)} tokens; this model's context is {max_model_len} tokens "
                 f"(--max-model-len), of which at least one must be left to generate.",
                 "prompt",
+            )
+        if len(self.prompt_ids) + self.params.min_tokens > max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(self.prompt_ids)} tokens and min_tokens is {self.params.min_tokens}; together "
+                f"they exceed the context of {max_model_len} tokens.",
+                "min_tokens",
             )
         max_tokens = self.params.max_tokens
         if max_tokens is not None and len(self.prompt_ids) + max_tokens > max_model_len:

@@ -16,6 +16,7 @@ from allotrope.engine.sampling_batch import DraftRow, RowSampling
 from allotrope.grammars.backend import pack, words
 from allotrope.grammars.constraint import Constraint, fill_masks
 from allotrope.ops.token_mask import BitMask
+from allotrope.request import NOTHING_ALLOWED
 
 
 class GrammarMasks:
@@ -75,6 +76,8 @@ def _combine(row: RowSampling, constraint: Constraint, bits: NDArray[np.int32], 
         bits &= ~constraint.of.ends
     if row.params.allowed_token_ids is not None:
         bits &= row.allowed_bits(vocab_size)
+        if not bits.any() and constraint.failure is None:
+            constraint.stop(NOTHING_ALLOWED)
     if row.num_output < row.params.min_tokens:
         kept = bits & ~pack(row.ends[row.ends < vocab_size], vocab_size)
         if kept.any():

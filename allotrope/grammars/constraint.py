@@ -75,6 +75,10 @@ class Constraint:
             # The border of a library: what it raises of one output ends that output, and not the engine.
             self.fail(error)
 
+    def stop(self, reason: str) -> None:
+        """Record a `failure` of what else holds for the output."""
+        self._failure = reason
+
     def fail(self, error: Exception) -> None:
         """Record what the library raised as the `failure`."""
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -98,7 +98,8 @@ async def _work(
 ) -> None:
     """Answer one line after another. All workers share `lines`, so each line has one."""
     for line in lines:
-        if line.custom_id in done:
+        # A line that is wrong has no answer, whatever a line before it has that names the same id.
+        if line.custom_id in done and line.fault is None:
             counts.kept += 1
             continue
         answer = None if line.fault is not None else await _ask(app, line)

@@ -12,8 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from allotrope.errors import AllotropeError
-from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from allotrope.errors import AllotropeError, InvalidRequest
+from allotrope.request import NOTHING_ALLOWED, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class Generation:
                 async for output in outputs:
                     before = self._completion_tokens
                     deltas = self.take(output)
-                    timer.tokens(output.index, self._completion_tokens - before)
+                    arrived = self._completion_tokens - before
+                    timer.tokens(output.index, arrived, answered=not self._no_new_tokens)
                     if before == 0:
                         timer.queued(output.queued_seconds)
                     for delta in deltas:
@@ -142,11 +143,14 @@ class Generation:
     def take(self, output: SequenceOutput) -> list[Delta]:
         """The deltas that `output` adds. There are none if its text is held back, or its sequence has ended.
 
-        Raises `GenerationFailed` if the engine dropped the sequence.
+        Raises `GenerationFailed` if the engine dropped the sequence, InvalidRequest where the client's own limits left
+        it no token.
         """
         sequence = self._sequences[output.index]
         if sequence.done:
             return []
+        if output.error == NOTHING_ALLOWED:
+            raise InvalidRequest(NOTHING_ALLOWED, "allowed_token_ids")
         if output.finish_reason in ("error", "abort"):
             raise GenerationFailed(output.error or "the engine dropped this request")
         deltas = self._begin(output) if not self._started else []

@@ -103,8 +103,9 @@ class RequestTimer:
         self._response = 0
         self._ended = 0
 
-    def tokens(self, index: int, count: int) -> None:
-        """Record that `count` tokens of sequence `index` arrived now, of one step or of several."""
+    def tokens(self, index: int, count: int, *, answered: bool = True) -> None:
+        """Record that `count` tokens of sequence `index` arrived now, of one step or of several. `answered`: they are
+        part of the answer."""
         if not count:
             return
         now = time.monotonic()
@@ -117,8 +118,9 @@ class RequestTimer:
             for _ in range(count):
                 self._instruments.between_tokens.observe((now - self._last[index]) / count)
         self._last[index] = now
-        self._response += count
-        self._instruments.generation_tokens.inc(count)
+        if answered:
+            self._response += count
+            self._instruments.generation_tokens.inc(count)
 
     def queued(self, seconds: float) -> None:
         """Record that the request waited `seconds` in the engine's queue."""

@@ -219,7 +219,7 @@ class ChosenTool(_Inner):
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class _Templated(BaseModel):
+class Templated(BaseModel):
     """Options of the chat template."""
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -233,7 +233,7 @@ class _Templated(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables of the chat template.")
 
 
-class ChatRequest(_Generation, _Templated):
+class ChatRequest(_Generation, Templated):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1)] = Field(description="The conversation so far.")
@@ -273,7 +273,7 @@ def _only(required: str, absent: str) -> dict[str, Any]:
     return {"required": [required], "properties": {required: {"not": {"type": "null"}}, absent: {"type": "null"}}}
 
 
-class TokenizeRequest(_Body, _Templated):
+class TokenizeRequest(_Body, Templated):
     """POST /tokenize: a prompt or messages"""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_only("prompt", "messages"), _only("messages", "prompt")]})

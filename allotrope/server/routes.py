@@ -17,7 +17,7 @@ from allotrope.server.handlers import answer_chat, answer_completion
 from allotrope.server.messages.routes import add_messages_routes
 from allotrope.server.openapi import accepts
 from allotrope.server.page_routes import add_page_routes
-from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from allotrope.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Templated, TokenizeRequest
 from allotrope.server.responses.routes import add_responses_routes
 from allotrope.server.sleep_routes import add_sleep_routes
 from allotrope.server.state import ServerState, Serving
@@ -108,6 +108,8 @@ async def _tokenize(serving: Serving, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages is needed, and not both.", "prompt")
     if body.messages is None:
+        if options := sorted(name for name in Templated.model_fields if getattr(body, name) is not None):
+            raise InvalidRequest(f"{options[0]} is for messages: a prompt is not written by a template.", options[0])
         add_special_tokens = body.add_special_tokens is not False
         return await serving.prompts.read_text(body.prompt or "", add_special_tokens=add_special_tokens)
     if body.add_special_tokens:

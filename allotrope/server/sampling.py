@@ -122,4 +122,8 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise InvalidRequest(f"logit_bias has the key {describe_value(key)}; keys are token ids.", "logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
+    found = {int(key): bias for key, bias in biases.items()}
+    if len(found) < len(biases):
+        twice = next(key for key in biases if str(int(key)) != key)
+        raise InvalidRequest(f"logit_bias has token {int(twice)} twice, once as {twice!r}.", "logit_bias")
+    return found

@@ -54,6 +54,14 @@ def grammar_of_format(format: Any, param: str) -> Grammar | None:
             if not isinstance(inner, dict):
                 raise InvalidRequest(f"{param} needs a json_schema: an object with a name and a schema.", _field(param))
             _only(inner, ("name", "description", "schema", "strict"), f"{param}.json_schema", typed=False)
+            for name, kind, needed in (
+                ("name", str, "text"),
+                ("description", str, "text"),
+                ("strict", bool, "boolean"),
+            ):
+                if inner.get(name) is not None and not isinstance(inner[name], kind):
+                    given = describe_value(inner[name])
+                    raise InvalidRequest(f"{param}.json_schema.{name}={given}; a {needed} is needed.", _field(param))
             if inner.get("schema") is None:
                 raise InvalidRequest(f"{param}.json_schema needs a schema.", _field(param))
             # Strict or not, the schema holds.

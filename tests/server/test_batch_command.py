@@ -105,6 +105,11 @@ def test_lines_are_answered_and_a_run_goes_on(model: Path, tmp_path: Path) -> No
     assert len(again) == 26 and {one["response"]["status_code"] for one in again.values()} == {200}
     assert target.read_text().splitlines()[:10] == kept
 
+    # An id that stands twice is wrong in every run, also where its first line is answered.
+    source.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[0]) + "\n")
+    status, messages = run(model, source, target)
+    assert status == 1 and "1 failed, 1 answered before" in messages
+
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

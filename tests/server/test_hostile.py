@@ -52,10 +52,21 @@ WRONG: dict[str, list[Any]] = {
     "seed": ["x", 2**63, -(2**63), HUGE, 0.5],
     "n": ["x", 0, -1, 129, HUGE, 1.5, True],
     "max_tokens": ["x", -1, 2**31, HUGE, MAX_MODEL_LEN + 1, 10_000_000],
-    "min_tokens": ["x", -1, HUGE, 3],
+    "min_tokens": ["x", -1, HUGE, 3, MAX_MODEL_LEN],
     "stop": [7, [7], "", [""], ["x"] * 17, "x" * 2000, {"a": "b"}],
     "stop_token_ids": [7, ["x"], [-1], [VOCAB_SIZE], [2**31], [HUGE], [True]],
-    "logit_bias": [7, [1], {"x": 1}, {"-1": 1}, {str(VOCAB_SIZE): 1}, {"9" * 30: 1}, {"5": "x"}, {"5": 101}, {"²": 1}],
+    "logit_bias": [
+        7,
+        [1],
+        {"x": 1},
+        {"-1": 1},
+        {str(VOCAB_SIZE): 1},
+        {"9" * 30: 1},
+        {"5": "x"},
+        {"5": 101},
+        {"²": 1},
+        {"05": 1, "5": 2},
+    ],
     "allowed_token_ids": [[], ["x"], [-1], [VOCAB_SIZE], [HUGE], "x"],
     "prompt_logprobs": [-1, 21, "x", HUGE],
     "ignore_eos": ["yes", 1],
@@ -69,6 +80,9 @@ WRONG: dict[str, list[Any]] = {
         "text",
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "name": "x", "strict": "yes"}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "name": "x", "description": [1]}},
         {"type": "json_schema", "json_schema": {"schema": _nested(900)}},
         {"type": "text", "schema": {}},
     ],
@@ -141,6 +155,8 @@ def bad_cases() -> Iterator[Case]:
         yield Case("/detokenize", json.dumps({"tokens": tokens}).encode(), "tokens")
     for body in ({}, {"prompt": 7}, {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}):
         yield Case("/tokenize", json.dumps(body).encode(), "prompt")
+    for option, value in (("add_generation_prompt", False), ("reasoning_effort", "low"), ("tools", [])):
+        yield Case("/tokenize", json.dumps({"prompt": "hi", option: value}).encode(), option)
     endless = {"min_tokens": 1, "allowed_token_ids": [5, 6], "stop_token_ids": [5, 6]}
     yield Case(COMPLETIONS, json.dumps(BASE[COMPLETIONS] | endless).encode(), "min_tokens")
     yield Case(COMPLETIONS, b" " * 16_000_001, None, 413)

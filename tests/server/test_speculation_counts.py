@@ -91,6 +91,16 @@ def test_metrics_without_speculation_have_no_such_names() -> None:
     assert not [name for name in samples(Metrics("tiny", EngineStats, "vllm")) if "spec_decode" in name]
 
 
+def test_a_token_that_is_dropped_is_not_generated() -> None:
+    """With max_tokens=0 the engine generates one for its prompt's sake."""
+    metrics = Metrics("tiny", EngineStats)
+    with metrics.track(request()) as timer:
+        timer.tokens(0, 1, answered=False)
+    found = samples(metrics)
+    assert found["allotrope_generation_tokens_total[]"] == found["allotrope_request_generation_tokens_sum[]"] == 0
+    assert found["allotrope_time_to_first_token_seconds_count[]"] == 1
+
+
 def test_tokens_of_one_step_share_its_time() -> None:
     metrics = Metrics("tiny", EngineStats)
     with metrics.track(request()) as timer:

@@ -106,6 +106,7 @@ REFUSED: list[tuple[Json, str, str]] = [
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"whitespace_pattern": " ", "json": {}}}, "structured_outputs", "whitespace_pattern"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "needs a schema"),
+    ({"guided_regex": "a+", "allowed_token_ids": [0]}, "allowed_token_ids", "the grammar can go on"),
 ]
 
 
