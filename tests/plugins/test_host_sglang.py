@@ -33,7 +33,7 @@ importlib.import_module = import_module
     ("environment", "before", "line"),
     [
         ({"ALLOTROPE_SGLANG": "0", "SGLANG_PLATFORM": "allotrope"}, "", None),
-        ({}, UNKNOWN, "SGLang 99.0.0 is not known (known: 0.5.16, 0.5.23)"),
+        ({}, UNKNOWN, "SGLang 99.0.0 is not known (known: 0.5.16, 0.5.17, 0.5.21, 0.5.22, 0.5.23)"),
         ({}, REMOVED, "has no attribute 'add_attention_backend_choices'"),
     ],
     ids=["switched off", "unknown version", "removed symbol"],
