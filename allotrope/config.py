@@ -289,8 +289,10 @@ class ServerConfig:
         for name in ("response_store_entries", "response_store_bytes"):
             if getattr(self, name) < 0:
                 reasons.append(f"{name}={getattr(self, name)}; at least 0 is needed")
-        if not self.sse_keep_alive_interval >= 0:
-            reasons.append(f"sse_keep_alive_interval={self.sse_keep_alive_interval}; at least 0 is needed")
+        for name in ("drain_timeout", "sse_keep_alive_interval"):
+            # A value that is no number fails every comparison.
+            if not getattr(self, name) >= 0:
+                reasons.append(f"{name}={getattr(self, name)}; at least 0 is needed")
         for name in ("header_timeout", "body_timeout", "health_timeout"):
             if not getattr(self, name) > 0:
                 reasons.append(f"{name}={getattr(self, name)}; more than 0 is needed")

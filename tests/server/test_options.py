@@ -217,6 +217,8 @@ def test_the_docs_page_loads_nothing_from_other_hosts(own: ServerProcess) -> Non
         ({"max_connections": 0}, "max_connections=0"),
         ({"header_timeout": 0.0}, "header_timeout=0.0"),
         ({"sse_keep_alive_interval": -1.0}, "sse_keep_alive_interval=-1.0"),
+        ({"drain_timeout": -1.0}, "drain_timeout=-1.0; at least 0 is needed"),
+        ({"drain_timeout": float("nan")}, "drain_timeout=nan; at least 0 is needed"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, object], named: str) -> None:
