@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from allotrope.errors import ConfigError
 from allotrope.rank_layout import RankLayout
+from allotrope.request import MAX_SEED
 from allotrope.speculative_config import SpeculativeConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -24,10 +25,32 @@ Quantization = Literal["fp8", "int8", "int4"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"]
 StateDType = Literal["auto", "float32", "bfloat16", "float16"]
 
+MAX_COUNT = 2**31 - 1
+"""Of tokens, requests and ranks: kernels and requests hold them in 32 bits."""
+
+MAX_BYTES = 2**63 - 1
+
 
 def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
     """A config field with its one line of help (the CLI's text) and perhaps a short flag."""
     return field(default=default, metadata={"help": help, "short": short})
+
+
+# Of options that are whole numbers: the least and the most.
+_RANGES = {
+    "seed": (-MAX_SEED, MAX_SEED),
+    "tensor_parallel_size": (1, MAX_COUNT),
+    "data_parallel_size": (1, MAX_COUNT),
+    "pipeline_parallel_size": (1, MAX_COUNT),
+    "num_redundant_experts": (0, MAX_COUNT),
+    "max_model_len": (1, MAX_COUNT),
+    "max_num_seqs": (1, MAX_COUNT),
+    "max_num_batched_tokens": (1, MAX_COUNT),
+    "max_num_waiting": (1, MAX_COUNT),
+    "page_size": (1, MAX_COUNT),
+    "kv_cache_memory_bytes": (1, MAX_BYTES),
+    "threads": (1, MAX_COUNT),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,17 +194,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         reasons = []
-        sizes = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-        for name in (*sizes, "max_num_waiting", "page_size"):
-            if getattr(self, name) < 1:
-                reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
-        counts = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "threads")
-        for name in counts:
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                reasons.append(f"{name}={value}; at least 1 is needed")
-        if self.num_redundant_experts < 0:
-            reasons.append(f"num_redundant_experts={self.num_redundant_experts}; at least 0 is needed")
+            if value is not None and value < least:
+                reasons.append(f"{name}={value}; at least {least} is needed")
+            if value is not None and value > most:
+                reasons.append(f"{name}={value}; at most {most} is allowed")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.step_log_seconds is not None and not self.step_log_seconds >= 0:

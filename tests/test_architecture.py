@@ -33,7 +33,8 @@ ORDER = [
     {"__main__"},
 ]
 # Parts on one line are independent of each other, but for these (importer, imported).
-SIDEWAYS = {("bench", "llm"), ("verify", "llm"), ("config", "speculative_config"), ("config", "rank_layout")}
+SIDEWAYS = {("bench", "llm"), ("verify", "llm")}
+SIDEWAYS |= {("config", "speculative_config"), ("config", "rank_layout"), ("config", "request")}
 SERVER_PACKAGES = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client"}
 PRODUCTS = ("llama", "mistral", "qwen", "deepseek", "gemma", "gpt_oss", "gptoss", "minimax", "kimi", "glm4", "mimo")
 

@@ -35,7 +35,7 @@ def parse_size(text: str | int) -> int:
     """The number in `text`: digits with an optional fraction and an optional suffix.
 
     k, m, g, t and kB, MB, GB, TB are powers of 1000; K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024. Raises
-    `typer.BadParameter` for other text and for fractional results.
+    `typer.BadParameter` for other text, and for results that are fractional or infinite.
     """
     # typer passes a default as an int.
     match = _SIZE.fullmatch(str(text).strip())
@@ -44,7 +44,7 @@ def parse_size(text: str | int) -> int:
     digits, letter, unit = match[1], match[2], match[3]
     binary = unit == "iB" or (not unit and letter.isupper())
     value = float(digits) * (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " ")
-    if value != int(value):
+    if not value.is_integer():
         raise typer.BadParameter(f"{text!r} is {value}, which is not a whole number.")
     return int(value)
 

@@ -274,7 +274,7 @@ def test_sizes(text: str, number: int) -> None:
     assert parse_size(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "3q", "-1", "1.0001k", "0x10", "1e3"])
+@pytest.mark.parametrize("text", ["", "3q", "-1", "1.0001k", "0x10", "1e3", "9" * 400])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="number"):
         parse_size(text)

@@ -1,0 +1,31 @@
+"""Options of the engine are refused where their values can be of no use."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from allotrope.config import EngineConfig
+from allotrope.engine.messages import Start, pack
+from allotrope.errors import ConfigError
+
+HINTS = get_type_hints(EngineConfig)
+WHOLE_NUMBERS = [name for name, hint in HINTS.items() if hint is int or int in get_args(hint)]
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", [10**20, 2**63, -(2**63) - 1])
+def test_whole_numbers_have_bounds(name: str, value: int) -> None:
+    """A message to the engine's process holds 64 bits."""
+    with pytest.raises(ConfigError, match=rf"{name}={value}; at (most|least) -?\d+ is (allowed|needed)"):
+        EngineConfig(**{"model": "m", name: value})
+
+
+@pytest.mark.parametrize(
+    "options", [{"seed": 2**63 - 1}, {"seed": 1 - 2**63}, {"max_model_len": 2**31 - 1, "max_num_waiting": 2**31 - 1}]
+)
+def test_the_largest_numbers_travel_between_processes(options: dict[str, Any]) -> None:
+    config = EngineConfig(model="m", **options)
+    assert pack(Start(config)) and dataclasses.replace(config) == config
