@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from allotrope.bench.record import RequestRecord
+from allotrope.bench.record import RequestRecord, seeded_generator
 
 if TYPE_CHECKING:
     import httpx
@@ -77,7 +77,7 @@ def send_times(count: int, traffic: Traffic) -> list[float]:
     """The send time of each request in seconds; the first is 0."""
     if traffic.rate == float("inf"):
         return [0.0] * count
-    gaps = np.random.default_rng(traffic.seed).exponential(1 / traffic.rate, size=count)
+    gaps = seeded_generator(traffic.seed).exponential(1 / traffic.rate, size=count)
     return [float(at) for at in np.cumsum(gaps) - gaps[0]]
 
 

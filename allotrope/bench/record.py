@@ -113,7 +113,12 @@ def _spread(seconds: Sequence[float]) -> Spread:
     return Spread(mean_ms=1000 * float(np.mean(seconds)), p50_ms=1000 * float(p50), p99_ms=1000 * float(p99))
 
 
+def seeded_generator(seed: int) -> np.random.Generator:
+    """A generator of random numbers. `seed`: of any sign, as requests have it."""
+    return np.random.default_rng(seed % 2**64)
+
+
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
     """`count` prompts of `length` ids, uniform over [0, vocab_size). Equal seeds give equal prompts."""
-    ids = np.random.default_rng(seed).integers(0, vocab_size, size=(count, length))
+    ids = seeded_generator(seed).integers(0, vocab_size, size=(count, length))
     return [[int(token) for token in row] for row in ids]

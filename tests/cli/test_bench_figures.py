@@ -75,3 +75,9 @@ def test_prompts_and_send_times_repeat_with_their_seed() -> None:
     assert times == sorted(times)
     assert times[-1] == pytest.approx(200, rel=0.1)
     assert send_times(3, Traffic(output_len=1)) == [0.0, 0.0, 0.0]
+
+
+def test_seeds_may_be_negative() -> None:
+    """As those of requests."""
+    assert random_prompts(3, 7, 50, seed=-1) != random_prompts(3, 7, 50, seed=1)
+    assert len(send_times(3, Traffic(output_len=1, rate=10.0, seed=-1))) == 3
