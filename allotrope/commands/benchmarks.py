@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allotrope.config import EngineConfig, option
+from allotrope.config import EngineConfig, file_reasons, option, plot_reasons
 from allotrope.errors import AllotropeError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ class ReportOptions:
 
     output_json: Path | None = option("Also write settings, summary and every request's figures to this file.", None)
     plot: Path | None = option("Also draw the distribution of each latency to this PNG file.", None)
+
+    def __post_init__(self) -> None:
+        reasons = file_reasons("output_json", self.output_json) + plot_reasons("plot", self.plot)
+        if reasons:
+            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
 
 
 @dataclass(frozen=True, kw_only=True)

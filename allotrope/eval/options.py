@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from allotrope.config import option
+from allotrope.config import file_reasons, option, plot_reasons
 from allotrope.errors import ConfigError
 from allotrope.eval.tasks import TASKS
 
@@ -39,7 +39,7 @@ class EvalOptions:
     plot: Path | None = option("Also draw them to this PNG file.", None)
 
     def __post_init__(self) -> None:
-        wrong = []
+        wrong = file_reasons("json", self.json) + plot_reasons("plot", self.plot)
         if self.items < 2:
             wrong.append(f"items={self.items}; at least 2 are needed for an interval")
         if self.text_length < 32:

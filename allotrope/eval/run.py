@@ -19,7 +19,7 @@ from allotrope.eval.answers import Answers, ask_engine
 from allotrope.eval.figures import Measured, measure
 from allotrope.eval.items import Items, make_items
 from allotrope.eval.options import EvalOptions
-from allotrope.eval.report import Report, Skipped, load_pyplot, read_report
+from allotrope.eval.report import Report, Skipped, read_report
 from allotrope.layers.parallel import Parallel
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 from allotrope.verify.execution_modes import NotExercised
@@ -97,8 +97,6 @@ def _check(config: EngineConfig, options: EvalOptions) -> None:
     if "two-ranks" in options.named_modes():
         # Whether layers can be shared by two is known before they are loaded.
         resolve_load_plan(dataclasses.replace(config, tensor_parallel_size=2), Parallel(0, 2))
-    if options.plot is not None:
-        load_pyplot()
 
 
 def _no_devices(config: EngineConfig, mode: str) -> str | None:

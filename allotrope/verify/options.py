@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from allotrope.config import option
+from allotrope.config import file_reasons, option, plot_reasons
 from allotrope.errors import ConfigError
 
 Against = Literal["auto", "stored", "transformers"]
@@ -44,6 +44,7 @@ class VerifyOptions:
             for name, value in (("layers", self.layers), ("longest", self.longest), ("new_tokens", self.new_tokens))
             if value is not None and value < 1
         ]
+        wrong += file_reasons("json", self.json) + plot_reasons("plot", self.plot)
         if self.layers is not None and not self.random:
             wrong.append(f"layers={self.layers} needs --random: a checkpoint's own layers are not left out")
         if self.reference is not None and (self.random or self.against == "stored"):

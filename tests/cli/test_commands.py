@@ -106,3 +106,24 @@ def test_bench_options_are_checked(run: Run, dummy: list[str]) -> None:
         run("bench", "latency", *dummy, "--iterations", "0")
     with pytest.raises(ConfigError, match="request_rate=0"):
         run("bench", "serve", "--request-rate", "0")
+
+
+@pytest.mark.parametrize("command", [("bench", "latency"), ("bench", "throughput"), ("verify",), ("eval",)])
+def test_files_that_cannot_be_written_are_refused_before_a_run(
+    run: Run, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    json_flag = "--output-json" if command[0] == "bench" else "--json"
+    for options, reason in (
+        ([json_flag, tmp_path / "none" / "run.json"], "there is no directory .*none; make it"),
+        ([json_flag, tmp_path], "is a directory; a file is needed"),
+        (["--plot", tmp_path / "none" / "run.png"], "there is no directory .*none; make it"),
+        (["--plot", tmp_path / "run.qqq"], r"a name that ends in \.png is needed"),
+    ):
+        # A model that is not there would be refused next.
+        arguments = [*command, tmp_path / "no_model", *options]
+        if command[0] == "bench":
+            with pytest.raises(ConfigError, match=reason):
+                run(*arguments)
+        else:
+            result = run(*arguments)
+            assert result.exit_code == 2 and re.search(reason, result.stderr)
