@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp
 
-from allotrope.config import BatchOptions, EngineConfig, ServerConfig
+from allotrope.config import BatchOptions, EngineConfig, ServerConfig, file_reasons
 from allotrope.engine.client import EngineClient
 from allotrope.errors import AllotropeError, ConfigError
 from allotrope.server.api import build_app
@@ -216,9 +216,12 @@ def _answered_id(text: bytes) -> str | None:
 
 
 def check_files(source: Path, target: Path) -> None:
-    """Raise `ConfigError` if the input cannot be read, or if the output is no output of a batch."""
+    """Raise `ConfigError` if the input cannot be read, or if the output cannot be written or is none of a batch."""
     if not source.is_file():
         raise ConfigError(f"{source} is not a file.")
+    reasons = file_reasons("output", target)
+    if reasons:
+        raise ConfigError("bad options: " + "; ".join(reasons) + ".")
     if target.exists() and target.resolve() == source.resolve():
         raise ConfigError(f"{target} is the input; name another file with --output.")
     if target.exists() and target.stat().st_size:

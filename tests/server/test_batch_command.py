@@ -123,3 +123,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no output of a batch"):
         check_files(source, target)
     assert target.read_text() == "my notes\n"
+    for unwritable, reason in (
+        (tmp_path / "none" / "out.jsonl", "there is no directory"),
+        (tmp_path, "is a directory"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_files(source, unwritable)
