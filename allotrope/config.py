@@ -33,6 +33,12 @@ MAX_COUNT = 2**31 - 1
 
 MAX_BYTES = 2**63 - 1
 
+MAX_SEQUENCES = 65536
+"""Of a step: many times what the memory of one device serves. Buffers of a step are made for all of them."""
+
+MAX_THREADS = 1024
+"""More than the cores of one host; OpenMP ends the process where it cannot start as many as it is asked for."""
+
 
 def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
     """A config field with its one line of help (the CLI's text) and perhaps a short flag."""
@@ -70,13 +76,14 @@ _RANGES = {
     "data_parallel_size": (1, MAX_COUNT),
     "pipeline_parallel_size": (1, MAX_COUNT),
     "num_redundant_experts": (0, MAX_COUNT),
-    "max_model_len": (1, MAX_COUNT),
-    "max_num_seqs": (1, MAX_COUNT),
+    # A prompt has a token, and so has its output.
+    "max_model_len": (2, MAX_COUNT),
+    "max_num_seqs": (1, MAX_SEQUENCES),
     "max_num_batched_tokens": (1, MAX_COUNT),
     "max_num_waiting": (1, MAX_COUNT),
     "page_size": (1, MAX_COUNT),
     "kv_cache_memory_bytes": (1, MAX_BYTES),
-    "threads": (1, MAX_COUNT),
+    "threads": (1, MAX_THREADS),
 }
 
 
@@ -164,10 +171,12 @@ class EngineConfig:
         "Address of this host at which the ranks meet; default: 127.0.0.1, with Ray that of this host in the cluster.",
         None,
     )
-    max_model_len: int | None = option("Longest prompt plus output in tokens; default: the model's own.", None)
+    max_model_len: int | None = option(
+        "Longest prompt plus output in tokens, at least 2; default: the model's own.", None
+    )
     max_num_seqs: int | None = option(
-        "Most sequences in one step of a data-parallel rank; default: what a GPU's memory serves, up to 512, and 64 on "
-        "a CPU.",
+        "Most sequences in one step of a data-parallel rank, up to 65536; default: what a GPU's memory serves, up to "
+        "512, and 64 on a CPU.",
         None,
     )
     max_num_batched_tokens: int | None = option(
@@ -208,7 +217,7 @@ class EngineConfig:
         None,
         short="-sc",
     )
-    threads: int | None = option("CPU threads of the engine; default: all cores.", None)
+    threads: int | None = option("CPU threads of the engine, 1024 at most; default: all cores.", None)
     step_log_seconds: float | None = option(
         "Seconds between log lines with a step's time beside the least it must move and compute; default: none.", None
     )

@@ -24,6 +24,19 @@ def test_whole_numbers_have_bounds(name: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"threads": 1025}, "threads=1025; at most 1024 is allowed"),
+        ({"max_num_seqs": 65537}, "max_num_seqs=65537; at most 65536 is allowed"),
+        ({"max_model_len": 1}, "max_model_len=1; at least 2 is needed"),
+    ],
+)
+def test_numbers_that_no_engine_runs_with(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(model="m", **options)
+
+
+@pytest.mark.parametrize(
     "options", [{"seed": 2**63 - 1}, {"seed": 1 - 2**63}, {"max_model_len": 2**31 - 1, "max_num_waiting": 2**31 - 1}]
 )
 def test_the_largest_numbers_travel_between_processes(options: dict[str, Any]) -> None:

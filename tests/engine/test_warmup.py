@@ -172,7 +172,7 @@ def test_a_warm_up_that_fails_is_logged_and_the_engine_goes_on(
 @pytest.mark.parametrize(
     "option",
     [
-        {"max_model_len": 1},
+        {"max_model_len": 2},
         {"max_num_batched_tokens": 5},
         {"max_model_len": 20},
         {"max_model_len": 128},
