@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -69,6 +70,7 @@ def plot_reasons(name: str, path: Path | None) -> list[str]:
     return reasons
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 # Of options that are whole numbers: the least and the most.
 _RANGES = {
     "seed": (-MAX_SEED, MAX_SEED),
@@ -236,6 +238,8 @@ class EngineConfig:
                 reasons.append(f"{name}={value}; at least {least} is needed")
             if value is not None and value > most:
                 reasons.append(f"{name}={value}; at most {most} is allowed")
+        if not _DEVICE.fullmatch(self.device):
+            reasons.append(f"device={self.device!r}; allowed: auto, cpu, cuda, cuda:N with N from 0 to 99")
         if self.page_size & (self.page_size - 1):
             reasons.append(f"page_size={self.page_size}; a power of two is needed")
         if self.step_log_seconds is not None and not self.step_log_seconds >= 0:

@@ -36,6 +36,14 @@ def test_numbers_that_no_engine_runs_with(options: dict[str, Any], reason: str) 
         EngineConfig(model="m", **options)
 
 
+@pytest.mark.parametrize("device", ["cpu:1", "cuda:", "cuda:-1", "cuda:01", "cuda:300", "cuda:0\n", "meta", "mps", ""])
+def test_devices_are_those_that_the_help_names(device: str) -> None:
+    for known in ("auto", "cpu", "cuda", "cuda:0", "cuda:15"):
+        assert EngineConfig(model="m", device=known).device == known
+    with pytest.raises(ConfigError, match=r"device='.*'; allowed: auto, cpu, cuda, cuda:N"):
+        EngineConfig(model="m", device=device)
+
+
 @pytest.mark.parametrize(
     "options", [{"seed": 2**63 - 1}, {"seed": 1 - 2**63}, {"max_model_len": 2**31 - 1, "max_num_waiting": 2**31 - 1}]
 )

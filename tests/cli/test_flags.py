@@ -28,7 +28,7 @@ OPTION_CLASSES = (
     ReportOptions,
 )
 # Values of texts that a config accepts in one form only.
-TEXTS = {"root_path": "/text", "speculative_config": '{"method": "suffix"}'}
+TEXTS = {"root_path": "/text", "device": "cuda:1", "speculative_config": '{"method": "suffix"}'}
 SERVE_FIELDS = [
     (config, field)
     for config in (EngineConfig, ServerConfig)
