@@ -341,7 +341,7 @@ class ServerConfig:
         reasons = []
         if not 0 <= self.port <= 65535:
             reasons.append(f"port={self.port}; allowed: 0 to 65535")
-        for name in ("max_connections", "default_max_tokens"):
+        for name in ("max_body_bytes", "max_connections", "default_max_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 reasons.append(f"{name}={getattr(self, name)}; at least 1 is needed")
         for name in ("response_store_entries", "response_store_bytes"):

@@ -215,6 +215,7 @@ def test_the_docs_page_loads_nothing_from_other_hosts(own: ServerProcess) -> Non
         ({"root_path": "/llm/"}, "root_path='/llm/'"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "name the origins"),
         ({"max_connections": 0}, "max_connections=0"),
+        ({"max_body_bytes": 0}, "max_body_bytes=0; at least 1 is needed"),
         ({"header_timeout": 0.0}, "header_timeout=0.0"),
         ({"sse_keep_alive_interval": -1.0}, "sse_keep_alive_interval=-1.0"),
         ({"drain_timeout": -1.0}, "drain_timeout=-1.0; at least 0 is needed"),
