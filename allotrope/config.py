@@ -71,6 +71,8 @@ def plot_reasons(name: str, path: Path | None) -> list[str]:
 
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
+# As browsers send it: in lower case, without a path. Pages without an address, such as files, send "null".
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._~-]+)(:[0-9]+)?")
 # Of options that are whole numbers: the least and the most.
 _RANGES = {
     "seed": (-MAX_SEED, MAX_SEED),
@@ -366,6 +368,13 @@ class ServerConfig:
                 reasons.append(f"{f.name}={shown}; a tuple of texts is needed, none of them empty")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             reasons.append(f"root_path={self.root_path!r}; it must begin with a slash and not end with one")
+        origins = self.allowed_origins if isinstance(self.allowed_origins, tuple) else ()
+        wrong = [one for one in origins if one and not _ORIGIN.fullmatch(one)]
+        if wrong:
+            reasons.append(
+                f"allowed_origins={', '.join(map(repr, wrong))}; a scheme and a host are needed, in lower case and "
+                f"with nothing behind but a port, such as https://example.org or http://localhost:3000, or *"
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
             reasons.append("allow_credentials with allowed_origins=*; name the origins, browsers take no other")
         return reasons

@@ -28,7 +28,12 @@ OPTION_CLASSES = (
     ReportOptions,
 )
 # Values of texts that a config accepts in one form only.
-TEXTS = {"root_path": "/text", "device": "cuda:1", "speculative_config": '{"method": "suffix"}'}
+TEXTS = {
+    "root_path": "/text",
+    "device": "cuda:1",
+    "speculative_config": '{"method": "suffix"}',
+    "allowed_origins": "https://example.org",
+}
 SERVE_FIELDS = [
     (config, field)
     for config in (EngineConfig, ServerConfig)
@@ -67,10 +72,10 @@ def other_value(config: type, field: dataclasses.Field[Any]) -> tuple[str, Any]:
         return "128", 128
     if float in kinds:
         return "0.25", 0.25
-    if hint == tuple[str, ...]:
-        return "text", ("text",)
-    assert str in kinds, f"{field.name}: {hint} has no flag test"
     text = TEXTS.get(field.name, "text")
+    if hint == tuple[str, ...]:
+        return text, (text,)
+    assert str in kinds, f"{field.name}: {hint} has no flag test"
     return text, text
 
 

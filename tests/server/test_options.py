@@ -211,6 +211,9 @@ def test_the_docs_page_loads_nothing_from_other_hosts(own: ServerProcess) -> Non
     [
         ({"api_key": "secret"}, "api_key=***"),
         ({"allowed_origins": ("",)}, "allowed_origins"),
+        ({"allowed_origins": ("*", "example")}, "allowed_origins='example'; a scheme and a host are needed"),
+        ({"allowed_origins": ("https://page.example/",)}, "allowed_origins='https://page.example/'"),
+        ({"allowed_origins": ("https://a.b/c", "https://A.b")}, "allowed_origins='https://a.b/c', 'https://A.b'"),
         ({"root_path": "llm"}, "root_path='llm'"),
         ({"root_path": "/llm/"}, "root_path='/llm/'"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "name the origins"),
@@ -226,6 +229,18 @@ def test_invalid_options_are_refused(options: dict[str, object], named: str) -> 
     with pytest.raises(ConfigError) as raised:
         ServerConfig(**options)  # type: ignore[arg-type]
     assert named in str(raised.value) and "secret" not in str(raised.value)
+
+
+def test_origins_are_as_browsers_send_them() -> None:
+    origins = (
+        "https://page.example",
+        "http://localhost:3000",
+        "http://[::1]:80",
+        "chrome-extension://abc",
+        "null",
+        "*",
+    )
+    assert ServerConfig(allowed_origins=origins).allowed_origins == origins
 
 
 @pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
