@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint
-from allotrope.config import EngineConfig
+from allotrope.config import EngineConfig, file_reasons
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
@@ -59,6 +59,9 @@ class Engine:
         it, `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
         `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them.
         """
+        reasons = file_reasons("expert_load_file", config.expert_load_file)
+        if reasons:
+            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
         self._config, self._closed = config, False
         self._executor: Executor = MultiprocessExecutor.start(config, on_death, preferred_tokens)
         load_plan, self.memory = self._executor.load_plan, self._executor.memory

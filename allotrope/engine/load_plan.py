@@ -251,8 +251,10 @@ def _whole(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder
 
 def _refuse_experts(config: EngineConfig, meta: Decoder, build: Build) -> None:
     """Raise ValueError, or ConfigError, where options of experts do not fit a model. `meta`: all of its layers."""
-    if config.enable_expert_parallel and not any(isinstance(one, Experts) for one in meta.modules()):
-        raise ValueError("enable_expert_parallel needs experts, and it has none")
+    asked = {"enable_expert_parallel": config.enable_expert_parallel, "expert_load_file": config.expert_load_file}
+    named = [name for name, value in asked.items() if value]
+    if named and not any(isinstance(one, Experts) for one in meta.modules()):
+        raise ValueError(f"{' and '.join(named)} {'needs' if len(named) == 1 else 'need'} experts, and it has none")
     if config.expert_placement is not None:
         refuse_misplaced(meta, dict(build.expert_placements), config.expert_placement)
 

@@ -46,6 +46,16 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         engine(model, load_format="dummy", tensor_parallel_size=2, enable_expert_parallel=True)
 
 
+def test_counts_that_could_not_be_written_are_refused_before_loading(tmp_path: Path) -> None:
+    dense = write("Qwen3ForCausalLM", tmp_path)
+    with pytest.raises(ModelError, match="expert_load_file needs experts, and it has none"):
+        engine(dense, load_format="dummy", expert_load_file=str(tmp_path / "counts.json"))
+    for file, reason in ((tmp_path / "none" / "counts.json", "there is no directory"), (tmp_path, "is a directory")):
+        # A model that is not there would be refused next.
+        with pytest.raises(ConfigError, match=f"bad options: expert_load_file=.*{reason}"):
+            engine(tmp_path / "no_model", expert_load_file=str(file))
+
+
 def test_fewer_experts_than_ranks_are_refused(tmp_path: Path) -> None:
     layout = RankLayout(1, 64, 1, expert_parallel=True)
     config = EngineConfig(model=str(write("GptOssForCausalLM", tmp_path)), load_format="dummy", device="cpu")
