@@ -217,6 +217,7 @@ def resolve_load_plan(
         # So many ranks cannot share one of its sizes.
         raise ModelError(checkpoint.source, [str(error)]) from error
     draft_specs = () if draft is None else tuple(attention_of(layer.mixer, build) for layer in draft.layers)
+    _refuse_other_families(config, (*specs, *draft_specs), checkpoint.source)
     shares = {i: layer.mixer.shares_cache_of for i, layer in enumerate(spec.layers)}
     owners = {i: owner for i, owner in shares.items() if owner is not None}
     caches = [{} if i in owners else one.caches() for i, one in enumerate((*specs, *draft_specs))]
@@ -241,6 +242,19 @@ def resolve_load_plan(
         *(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes),
         *(draft, draft_checkpoint, of_draft, draft_specs),
     )
+
+
+def _refuse_other_families(config: EngineConfig, specs: tuple[Spec, ...], source: str) -> None:
+    """Raise ConfigError for an attention backend of a family that no layer has. `specs`: of all layers, a draft model's
+    among them."""
+    own = sorted({spec.family for spec in specs})
+    asked = parse_wanted("attention_backend", config.attention_backend, FAMILIES)
+    other = [family for family in asked if family not in own]
+    if other:
+        raise ConfigError(
+            f"attention_backend={config.attention_backend!r}: {source} has no layer of {', '.join(other)}; its "
+            f"families are {', '.join(own)}. Name one of these, or leave it out."
+        )
 
 
 def _whole(architecture: Architecture, spec: ModelSpec, build: Build) -> Decoder:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from command_run import Run
 
 from allotrope.architectures.registry import find_architecture
+from allotrope.attention.registry import FAMILIES
 from allotrope.errors import BackendError, ConfigError
 from allotrope.kernels.chip import CHIPS
 
@@ -53,6 +55,15 @@ def test_the_table_names_what_was_asked_for(run: Run, model: Path, width: str, m
     assert "backend hash_route=reference is not used" in " ".join(shown.split())
     words = shown.split()
     assert {"rms_norm", "moe_group"} <= set(words) or {"rms_norm/triton", "moe_group/reference"} <= set(words)
+
+
+def test_backends_of_families_that_a_model_lacks_are_refused(run: Run, model: Path) -> None:
+    own = json.loads(run("families", str(model), "--json").stdout)["backends"]
+    families = sorted({one["op"] for one in own} & set(FAMILIES))
+    asked = f"{families[0]}=reference,dsa=reference,csa=reference"
+    message = f"has no layer of dsa, csa; its families are {', '.join(families)}. Name one of these, or leave it out."
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run("families", str(model), "--attention-backend", asked)
 
 
 def test_backends_that_cannot_run_there_are_refused(run: Run, model: Path) -> None:
