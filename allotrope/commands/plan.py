@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from allotrope.config import EngineConfig, option
+from allotrope.errors import ConfigError
 
 if TYPE_CHECKING:
     from allotrope.kernels.chip_figures import ChipFigures
+
+
+_CONTEXT = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,7 @@ class PlanOptions:
         None,
     )
     hosts: int | None = option("Hosts that the GPUs are spread over; default: the fewest that have them.", None)
-    context: int = option("Tokens that each request sees, where layouts are compared.", 8192)
+    context: int | None = option("Tokens that each request sees, where layouts are compared; default: 8192.", None)
     json: bool = option("Print JSON.", False)
 
 
@@ -42,9 +46,18 @@ def plan(engine: EngineConfig, options: PlanOptions) -> None:
     from allotrope.commands.planned_layouts import compare_layouts, figures_for
     from allotrope.engine.plan_report import report_model
 
+    compares = options.gpus is not None or engine.layout.size > engine.tensor_parallel_size
+    unread = [] if compares else [name for name in ("hosts", "context") if getattr(options, name) is not None]
+    if unread:
+        given = ", ".join(f"{name}={getattr(options, name)}" for name in unread)
+        raise ConfigError(
+            f"bad options: {given}; only a comparison of layouts reads that. Give --gpus, or sizes of data-parallel or "
+            f"pipeline parallel, or leave it out."
+        )
     figures: ChipFigures | None = figures_for(options.chip, options.memory)
-    if options.gpus is not None or engine.layout.size > engine.tensor_parallel_size:
-        found = compare_layouts(engine, figures, options.gpus, options.hosts, options.context)
+    if compares:
+        context = _CONTEXT if options.context is None else options.context
+        found = compare_layouts(engine, figures, options.gpus, options.hosts, context)
         print(json.dumps(found.as_json(), indent=1) if options.json else "\n".join(found.lines()))
         fits = found.proposal is not None
     else:

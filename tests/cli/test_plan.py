@@ -234,6 +234,19 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
         run("plan", model, "--chip", "h200", "--gpus", "4", "--hosts", "3")
 
 
+def test_options_of_a_comparison_need_one(run: Run, tmp_path: Path) -> None:
+    model = quantized(tmp_path)
+    for options, named in (
+        (["--context", "77"], "context=77;"),
+        (["--hosts", "3"], "hosts=3;"),
+        (["--hosts", "1", "--context", "8192"], "hosts=1, context=8192;"),
+    ):
+        with pytest.raises(ConfigError, match=f"{named} only a comparison of layouts reads that. Give --gpus"):
+            run("plan", model, "--chip", "h200", *options)
+        with pytest.raises(ConfigError, match=named):
+            run("plan", model, "--chip", "h200", "-tp", "2", *options)
+
+
 def test_layouts_that_do_not_fit_end_with_one(run: Run, tmp_path: Path) -> None:
     model = quantized(tmp_path)
     status, found = plan(run, model, "--chip", "h200", "--gpus", "2", "--memory", "1MiB")
