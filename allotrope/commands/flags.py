@@ -23,7 +23,7 @@ from allotrope.commands.help_text import GENERAL, HelpCommand, heading_of
 from allotrope.commands.refusals import refusal
 
 # Flags of these fields, and of fields named *_bytes, accept sizes such as 32k and 1.5GiB.
-_COUNTS = ("max_model_len", "max_num_batched_tokens", "memory")
+_COUNTS = ("max_model_len", "max_num_batched_tokens", "memory", "context")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _ENVIRONMENT = {"api_key": "ALLOTROPE_API_KEY", "metrics_api_key": "ALLOTROPE_METRICS_API_KEY"}
 # The type of a field whose flag may be repeated.

@@ -220,7 +220,9 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
     assert {(one["tensor"], one["data"], one["pipeline"], one["expert_parallel"]) for one in some} == {
         (2, 2, 1, False), (2, 2, 1, True), (1, 2, 2, False), (1, 2, 2, True),
     }  # fmt: skip
-    (one,) = plan(run, model, "--chip", "h200", "-dp", "2", "-ep")[1]["layouts"]
+    found = plan(run, model, "--chip", "h200", "-dp", "2", "-ep", "--context", "1K")[1]
+    assert found["context"] == 1024
+    (one,) = found["layouts"]
     assert one["options"] == "--data-parallel-size 2 --enable-expert-parallel"
     with pytest.raises(ConfigError, match="gpus=4 have no layout with tensor_parallel_size=1, data_parallel_size=3"):
         run("plan", model, "--chip", "h200", "--gpus", "4", "-dp", "3")
