@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from allotrope.config import DType, EngineConfig, KVCacheDType, StateDType, option
+from allotrope.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,6 +64,7 @@ def families(
 
     named = path if model is None else model
     if named is None:
+        _refuse_options_of_a_model(options)
         _installation(options.json)
         return
     from allotrope.commands.model_backends import model_backends
@@ -74,6 +76,19 @@ def families(
         print(json.dumps(dataclasses.asdict(found), indent=1))
     else:
         _print_model(found)
+
+
+def _refuse_options_of_a_model(options: FamiliesOptions) -> None:
+    """Raise ConfigError for options that change what runs a model, where none is named."""
+    fields = [field for field in dataclasses.fields(options) if field.name != "json"]
+    given = [
+        f"{one.name}={getattr(options, one.name)!r}" for one in fields if getattr(options, one.name) != one.default
+    ]
+    if given:
+        raise ConfigError(
+            f"bad options: {', '.join(given)}; without a model nothing reads that. Name one with --model, or leave it "
+            f"out."
+        )
 
 
 def _installation(as_json: bool) -> None:

@@ -57,6 +57,23 @@ def test_the_table_names_what_was_asked_for(run: Run, model: Path, width: str, m
     assert {"rms_norm", "moe_group"} <= set(words) or {"rms_norm/triton", "moe_group/reference"} <= set(words)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--chip", "bogus"], "chip='bogus';"),
+        (["--op-backend", "q", "--attention-backend", "mha=zzz"], "attention_backend='mha=zzz', op_backend='q';"),
+        (
+            ["--dtype", "float16", "-tp", "2", "-ep"],
+            "dtype='float16', tensor_parallel_size=2, enable_expert_parallel=True;",
+        ),
+    ],
+)
+def test_options_of_a_model_need_one(run: Run, options: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"{named} without a model nothing reads that. Name one with --model"):
+        run("families", *options)
+    assert json.loads(run("families", "--json").stdout)["families"]
+
+
 def test_backends_of_families_that_a_model_lacks_are_refused(run: Run, model: Path) -> None:
     own = json.loads(run("families", str(model), "--json").stdout)["backends"]
     families = sorted({one["op"] for one in own} & set(FAMILIES))
