@@ -7,11 +7,8 @@ from the model (its context length, its dtype) is computed where it is needed an
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from allotrope.errors import ConfigError
@@ -44,30 +41,6 @@ MAX_THREADS = 1024
 def option(help: str, default: Any = dataclasses.MISSING, *, short: str | None = None) -> Any:
     """A config field with its one line of help (the CLI's text) and perhaps a short flag."""
     return field(default=default, metadata={"help": help, "short": short})
-
-
-def file_reasons(name: str, path: str | Path | None) -> list[str]:
-    """Why no file can be written at `path`, the value of option `name`; empty where one can be, or none is wanted."""
-    if path is None:
-        return []
-    path, given = Path(path), f"{name}={str(path)!r}"
-    if path.is_dir():
-        return [f"{given} is a directory; a file is needed"]
-    if not path.parent.is_dir():
-        return [f"{given}: there is no directory {path.parent}; make it, or name another file"]
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return [f"{given} cannot be written by this user; name another file"]
-    return []
-
-
-def plot_reasons(name: str, path: Path | None) -> list[str]:
-    """Why no plot can be drawn to `path`, the value of option `name`; empty where one can be, or none is wanted."""
-    reasons = file_reasons(name, path)
-    if path is not None and path.suffix.lower() != ".png":
-        reasons.append(f"{name}={str(path)!r}; a name that ends in .png is needed")
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        reasons.append(f"{name} needs matplotlib; run: pip install 'allotrope[bench]'")
-    return reasons
 
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")

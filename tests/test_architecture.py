@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
     {"errors", "env"},
-    {"request", "config", "rank_layout", "speculative_config", "logs", "progress", "gguf_file"},
+    {"request", "config", "rank_layout", "speculative_config", "logs", "output_files", "progress", "gguf_file"},
     {"kernels"},
     {"ops"},
     {"attention", "text"},

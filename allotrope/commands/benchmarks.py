@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allotrope.config import EngineConfig, file_reasons, option, plot_reasons
+from allotrope.config import EngineConfig, option
 from allotrope.errors import AllotropeError, ConfigError
+from allotrope.output_files import file_reasons, plot_reasons
 
 if TYPE_CHECKING:
     from allotrope.bench.record import RequestRecord

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint
-from allotrope.config import EngineConfig, file_reasons
+from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
@@ -38,6 +38,7 @@ from allotrope.kernels import host_memory
 from allotrope.kernels.c.waiting import Waiting
 from allotrope.layers.decoder import Decoder
 from allotrope.loading.vocabulary import load_vocabulary
+from allotrope.output_files import file_reasons
 from allotrope.request import Grammar, Request, SequenceOutput
 
 log = logging.getLogger("allotrope.engine")

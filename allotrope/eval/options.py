@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from allotrope.config import file_reasons, option, plot_reasons
+from allotrope.config import option
 from allotrope.errors import ConfigError
 from allotrope.eval.tasks import TASKS
+from allotrope.output_files import file_reasons, plot_reasons
 
 ModeName = Literal["cold", "warm", "chunked", "preempted", "two-ranks", "speculated"]
 MODES: tuple[ModeName, ...] = get_args(ModeName)

@@ -19,9 +19,10 @@ from typing import Any, TextIO
 
 from starlette.types import ASGIApp
 
-from allotrope.config import BatchOptions, EngineConfig, ServerConfig, file_reasons
+from allotrope.config import BatchOptions, EngineConfig, ServerConfig
 from allotrope.engine.client import EngineClient
 from allotrope.errors import AllotropeError, ConfigError
+from allotrope.output_files import file_reasons
 from allotrope.server.api import build_app
 from allotrope.server.app import load_model
 from allotrope.server.in_process import Answered, post

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from allotrope.config import file_reasons, option, plot_reasons
+from allotrope.config import option
 from allotrope.errors import ConfigError
+from allotrope.output_files import file_reasons, plot_reasons
 
 Against = Literal["auto", "stored", "transformers"]
 ModeName = Literal["whole", "chunked-1", "chunked-3", "chunked-64", "cached", "batched", "graphs", "preempted"]

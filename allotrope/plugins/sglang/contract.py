@@ -9,8 +9,8 @@ from allotrope.plugins.contract import Contract, Limit, Symbol
 
 HOST = "sglang"
 DISTRIBUTIONS = ("sglang",)
-# Releases differ in what they ask of a plugin, the last number included. Those between fail on hybrids of other packages:
-# their ModelConfig has no full_attention_layer_ids.
+# Releases differ in what they ask of a plugin, the last number included. 0.5.18 to 0.5.20 fail on hybrids of other
+# packages: their ModelConfig has no full_attention_layer_ids.
 KNOWN = ("0.5.16", "0.5.17", "0.5.21", "0.5.22", "0.5.23")
 
 _ASKED = (
