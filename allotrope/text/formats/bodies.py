@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from allotrope.text.formats.parameter_types import is_encodable, is_text, json_or_string, to_json
+from allotrope.text.formats.parameter_types import is_encodable, is_json, is_text, json_or_string, to_json
 from allotrope.text.formats.parser import TaggedParser
-from allotrope.text.formats.reader import NAME_LIMIT, Malformed, Reader, Reading, marks
+from allotrope.text.formats.reader import NAME_LIMIT, Malformed, Marks, Reader, Reading, marks
 
 _NO_MARKS = marks(frozenset())
 # A tool's name, and a parameter's.
@@ -243,6 +243,25 @@ class NamedParameters:
             reader.unread(mark)
         return parser.ended_by(mark, self.end)
 
+    def can_name(self, key: str) -> bool:
+        """Whether a parameter's name that is written as `key` is read as `key`."""
+        valid = len(key) <= NAME_LIMIT and key == key.strip() and _PARAMETER.fullmatch(key) and is_encodable(key)
+        return bool(valid) and not any(end in key for end, _ in self.key_end)
+
+    def can_hold(self, text: str) -> bool:
+        """Whether a value that is written as `text` is read up to its end."""
+        place, _ = marks(frozenset(self.value_ends)).search(text + self.value_end, 0, True)
+        return place == len(text) and is_encodable(text)
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """Texts that end a value which is text."""
+        return (self.value_end, *self.implied_ends)
+
+    def reads_as_it_comes(self, kind: str, types: frozenset[str]) -> bool:
+        """Whether a value is a string in any case. `kind`: of `key_end`; `types`: of its schema."""
+        return kind == "string" or (kind == "" and is_text(types))
+
     def _key(self, reader: Reader) -> Reading[tuple[str, str]]:
         """(name, type) of a parameter."""
         kinds = dict(self.key_end)
@@ -254,10 +273,15 @@ class NamedParameters:
 
     def _value(self, parser: TaggedParser, reader: Reader, kind: str, types: frozenset[str]) -> Reading[str | None]:
         """Reads a value. Returns the text that ended it, if it is not its own end; None if nothing did."""
-        as_it_comes = kind == "string" or (kind == "" and is_text(types))
-        ends = marks(frozenset((self.value_end, *self.implied_ends)))
+        as_it_comes = self.reads_as_it_comes(kind, types)
+        ends = marks(frozenset(self.value_ends))
         if as_it_comes:
             parser.arguments('"')
+        elif parser.values_are_json and (kind == "json" or "string" not in types):
+            value, mark = yield from self._json(parser, reader, ends)
+            if mark:
+                parser.arguments(to_json(value, types) if types else json_or_string(value))
+                return "" if mark == self.value_end else mark
         whole: list[str] = []
         held = ""
         if self.newline:
@@ -286,6 +310,22 @@ class NamedParameters:
         else:
             parser.arguments(to_json(value, types))
         return "" if mark == self.value_end else mark
+
+    def _json(self, parser: TaggedParser, reader: Reader, ends: Marks) -> Reading[tuple[str, str]]:
+        """(value, end) of a JSON value with an end behind it, whatever its strings spell. ("", "") reads nothing."""
+        reader.hold("")
+        pieces: list[str] = []
+        yield from reader.space()
+        whole = yield from reader.json_value(pieces.append, strict=True)
+        yield from reader.space()
+        mark = (yield from reader.optional(ends)) if whole and is_json("".join(pieces)) else ""
+        text = reader.release()
+        if mark:
+            return text.removesuffix(mark), mark
+        # What is no JSON is read twice, and its ends may lie far apart: in one message, this is tried no second time.
+        parser.values_are_json = not ends.search(text, 0, True)[1]
+        reader.put_back(text)
+        return "", ""
 
 
 _OPEN_BRACE = marks(frozenset("{"))

@@ -99,7 +99,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
 def json_or_string(text: str) -> str:
     """`text` if it is JSON, else as a JSON string."""
     bare = text.strip()
-    return bare if _is_json(bare) else json.dumps(text, ensure_ascii=False)
+    return bare if is_json(bare) else json.dumps(text, ensure_ascii=False)
 
 
 def is_encodable(text: str) -> bool:
@@ -113,7 +113,7 @@ def is_encodable(text: str) -> bool:
 
 def _structured(text: str) -> str | None:
     """JSON, or a Python literal as JSON. None if it is neither."""
-    if _is_json(text):
+    if is_json(text):
         return text
     if not text.startswith(("{", "[", "(")) or len(text) > _MAX_PYTHON:
         return None
@@ -127,7 +127,8 @@ def _structured(text: str) -> str | None:
         return None
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether `text` is JSON."""
     try:
         # `json` takes NaN and numbers that are infinite as a float; JSON has neither.
         json.dumps(json.loads(text), allow_nan=False)

@@ -118,6 +118,8 @@ class TaggedParser(EventStream):
         special_tokens: Iterable[str],
     ) -> None:
         self.schemas = schemas
+        # Until a value that should be JSON is none.
+        self.values_are_json = True
         self._tags = tags
         self.syntax = syntax
         self._in_reasoning = reasoning_is_open

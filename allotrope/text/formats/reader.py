@@ -18,6 +18,8 @@ Reading = Generator[None, None, T]
 NAME_LIMIT = 256
 _SPACE = re.compile(r"\s*")
 _STRING_TEXT = re.compile(r'[^"\\]*')
+# JSON has no control characters within strings, which models write all the same.
+_STRICT_STRING_TEXT = re.compile(r'[^"\\\x00-\x1f]*')
 # Everything that JSON has outside of strings, but for brackets and quotes.
 _PLAIN_TEXT = re.compile(r"[\s,:+\-.\w]*")
 _SCALAR_TEXT = re.compile(r"[+\-.\w]*")
@@ -96,6 +98,14 @@ class Reader:
         self._at -= len(mark)
         if self._held:
             self._held.pop()
+
+    def put_back(self, text: str) -> None:
+        """Puts back `text`, which was read last, while nothing is held."""
+        self._at -= len(text)
+        if self._at < 0:
+            # A part of it was read before more text came.
+            self._text = text + self._text[self._at + len(text) :]
+            self._at = 0
 
     def rest(self) -> str:
         """Everything that is not read."""
@@ -180,10 +190,11 @@ class Reader:
         found = allowed.match(self._text, self._at)
         return self._take(found.end()) if found else ""
 
-    def json_value(self, emit: Callable[[str], None]) -> Reading[bool]:
+    def json_value(self, emit: Callable[[str], None], *, strict: bool = False) -> Reading[bool]:
         """Reads one JSON value as far as its brackets and strings tell, and emits its text as it comes.
 
-        Returns whether it is complete. If not, the text ended, or the cursor is where it stops being JSON.
+        `strict`: strings have no control characters. Returns whether it is complete. If not, the text ended, or the
+        cursor is where it stops being JSON.
         """
         first = yield from self.peek()
         if first and first not in '{["':
@@ -194,7 +205,7 @@ class Reader:
         while (char := (yield from self.peek())) != "":
             if char == '"':
                 emit(self._take(self._at + 1))
-                if not (yield from self._string(emit)):
+                if not (yield from self._string(emit, _STRICT_STRING_TEXT if strict else _STRING_TEXT)):
                     return False
             elif char in _CLOSING:
                 open_brackets.append(_CLOSING[char])
@@ -211,8 +222,8 @@ class Reader:
                 return True
         return False
 
-    def _string(self, emit: Callable[[str], None]) -> Reading[bool]:
-        """The rest of a JSON string, with its closing quote."""
+    def _string(self, emit: Callable[[str], None], allowed: re.Pattern[str]) -> Reading[bool]:
+        """The rest of a JSON string, with its closing quote. `allowed`: its text between escapes."""
         while (char := (yield from self.peek())) != "":
             if char == '"':
                 emit(self._take(self._at + 1))
@@ -223,7 +234,10 @@ class Reader:
                     return False
                 emit(self._take(self._at + 1))
             else:
-                emit((yield from self.run(_STRING_TEXT)))
+                text = yield from self.run(allowed)
+                if not text:
+                    return False
+                emit(text)
         return False
 
     def _scalar(self) -> Reading[str]:

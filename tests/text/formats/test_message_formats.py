@@ -19,7 +19,9 @@ from allotrope.text.formats import (
     by_tool_parser,
     for_checkpoint,
 )
+from allotrope.text.formats.bodies import NamedParameters
 from allotrope.text.formats.parameter_types import ToolSchemas
+from allotrope.text.formats.reader import Reader
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -243,6 +245,46 @@ def test_values_that_are_not_of_their_type() -> None:
     for number, written in (("+1_000", "1000"), (".5", "0.5"), ("0" * 400 + "1", "1"), ("0" + "9" * 400, None)):
         [(_, _, arguments)] = parse(by_name("pythonic").parser(tools=True, reasoning=True), f"[f(n={number})]").calls
         assert arguments == f'{{"n": {written}}}' or (written is None and json.loads(arguments) == {"n": number})
+
+
+CALLS = {
+    "qwen3_coder": "<tool_call><function=f>\n<parameter=o>\n{}\n</parameter>\n</function></tool_call>",
+    "glm45": "<tool_call>f<arg_key>o</arg_key><arg_value>{}</arg_value></tool_call>",
+    "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="o">{}</parameter></invoke></minimax:tool_call>',
+    "dsml": f'<{DSML}invoke name="f"><{DSML}parameter name="o" string="false">{{}}</{DSML}parameter></{DSML}invoke>',
+    "mimo": "<tool_call><function=f><parameter=o>{}</parameter></function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_json_goes_on_behind_tags_in_its_strings(name: str) -> None:
+    syntax = by_name(name).tools
+    assert syntax is not None and isinstance(syntax.body, NamedParameters)
+    tags = "".join((*syntax.body.value_ends, *syntax.body.end, *syntax.call_end, *syntax.section_end, *syntax.call))
+    value = {"a": [f'"{tags}', {tags: "\\"}], "b": True}
+    text = CALLS[name].replace("{}", json.dumps(value, ensure_ascii=False))
+    for pieces in ([text], list(text)):
+        message = parse(by_name(name).parser(tools=TOOLS, reasoning=True), pieces)
+        assert [json.loads(arguments) for _, _, arguments in message.calls] == [{"o": value}]
+        assert not message.content
+
+
+def test_a_string_that_does_not_end_hides_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = 0
+    put_back = Reader.put_back
+
+    def counted(self: Reader, text: str) -> None:
+        nonlocal again
+        again += len(text)
+        put_back(self, text)
+
+    monkeypatch.setattr(Reader, "put_back", counted)
+    text = '<tool_call><function=f><parameter=o>["a</parameter><parameter=n>3</parameter></function></tool_call>'
+    for pieces in ([text * 50], list(text * 50)):
+        again = 0
+        message = parse(by_name("qwen3_coder").parser(tools=TOOLS, reasoning=True), pieces)
+        assert [json.loads(arguments) for _, _, arguments in message.calls] == [{"o": '["a', "n": 3}] * 50
+        assert 0 < again < len(text * 50)
 
 
 def test_schemas_that_refer_to_themselves_take_no_time() -> None:
