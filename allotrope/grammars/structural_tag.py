@@ -16,7 +16,6 @@ from allotrope.grammars.limits import read_json, refuse
 from allotrope.request import Grammar
 
 _ANY_TEXT = r"/(.|\n)*/"
-_TEXT_RULE = f"TEXT: {_ANY_TEXT}"
 
 
 def lark_of_tag(grammar: Grammar, special_texts: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
@@ -57,6 +56,8 @@ class _Writer:
         longest_first = sorted(special_texts, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._rules: list[str] = []
+        # Texts that any text excludes -> its terminal.
+        self._texts_without: dict[tuple[str, ...], str] = {}
 
     def write(self, format: Any) -> str:
         start = self._format(format)
@@ -71,7 +72,7 @@ class _Writer:
             case "json_schema":
                 return self._json(format.get("json_schema"))
             case "any_text":
-                return self._any_text()
+                return self._any_text(self._excludes(format))
             case "regex":
                 return self._rule(self._regex(format.get("pattern")))
             case "sequence":
@@ -85,6 +86,7 @@ class _Writer:
                 return self._triggered(
                     tags,
                     triggers,
+                    self._excludes(format),
                     at_least_one=bool(format.get("at_least_one")),
                     stop_after_first=bool(format.get("stop_after_first")),
                 )
@@ -100,44 +102,55 @@ class _Writer:
         content, end = tag.get("content"), tag.get("end", "")
         ends = end if isinstance(end, list) else [end]
         if isinstance(content, dict) and content.get("type") == "any_text":
-            return self._tagged_text(tag["begin"][len(trigger) :], ends)
+            return self._tagged_text(tag["begin"][len(trigger) :], ends, self._excludes(content))
         closing = " | ".join(self._text(one) for one in ends)
         begin = tag["begin"][len(trigger) :]
         return self._rule(f"{self._text(begin)} {self._format(content)} ({closing})")
 
-    def _tagged_text(self, begin: str, ends: list[Any]) -> str:
+    def _tagged_text(self, begin: str, ends: list[Any], excludes: list[str]) -> str:
         """Text between a beginning and the first of `ends`."""
         if len(ends) != 1 or not isinstance(ends[0], str) or not ends[0]:
             raise self._refuse("a tag with any_text needs one end")
         if ends[0] in self._specials:
-            return self._rule(f"{self._text(begin)} {self._any_text()} {self._text(ends[0])}")
+            # The end spelled in other tokens is the same text.
+            text = self._any_text([*excludes, ends[0]])
+            return self._rule(f"{self._text(begin)} {text} {self._text(ends[0])}")
+        text = self._any_text(excludes)
         name = self._name("lazy")
-        self._rules.append(f"{name}[suffix={json.dumps(ends[0])}]: {_ANY_TEXT}")
+        self._rules.append(f"{name}[suffix={json.dumps(ends[0])}]: {text}")
         return self._rule(f"{self._text(begin)} {name}")
 
     def _triggered(
-        self, tags: list[Any], triggers: list[str], *, at_least_one: bool = False, stop_after_first: bool = False
+        self,
+        tags: list[Any],
+        triggers: list[str],
+        excludes: list[str],
+        *,
+        at_least_one: bool = False,
+        stop_after_first: bool = False,
     ) -> str:
-        """Any text, in which each trigger opens one of the tags that begin with it."""
+        """Any text without `excludes`, in which each trigger opens one of the tags that begin with it."""
         found: list[str] = []
+        # A trigger spelled in other tokens is the same text.
+        text = self._any_text([*excludes, *(trigger for trigger in triggers if trigger in self._specials)])
         for trigger in triggers:
             own = [tag for tag in tags if isinstance(tag, dict) and str(tag.get("begin", "")).startswith(trigger)]
             if not trigger or not own:
                 raise self._refuse(f"no tag begins with the trigger {trigger[:60]!r}")
             body = " | ".join(self._tag(tag, trigger) for tag in own)
             if trigger in self._specials:
-                found.append(self._rule(f"{self._any_text()} {self._text(trigger)} ({body})"))
+                found.append(self._rule(f"{text} {self._text(trigger)} ({body})"))
             else:
                 name = self._name("trigger")
-                self._rules.append(f"{name}[suffix={json.dumps(trigger)}]: {_ANY_TEXT}")
+                self._rules.append(f"{name}[suffix={json.dumps(trigger)}]: {text}")
                 found.append(self._rule(f"{name} ({body})"))
         begins = [str(tag.get("begin", "")) if isinstance(tag, dict) else "" for tag in tags]
         if not all(any(begin.startswith(one) for one in triggers) for begin in begins):
             raise self._refuse("a tag begins with none of the triggers")
         either = f"({' | '.join(found)})"
         if stop_after_first:
-            return self._rule(either if at_least_one else f"{either} | {self._any_text()}")
-        return self._rule(f"{either}{'+' if at_least_one else '*'} {self._any_text()}")
+            return self._rule(either if at_least_one else f"{either} | {text}")
+        return self._rule(f"{either}{'+' if at_least_one else '*'} {text}")
 
     def _separated(self, format: Mapping[str, Any]) -> str:
         tags = self._list(format, "tags")
@@ -148,10 +161,18 @@ class _Writer:
             repeated = f"{either} ({self._text(format.get('separator', ''))} {either})*"
         return self._rule(repeated if format.get("at_least_one") else f"({repeated})?")
 
-    def _any_text(self) -> str:
-        if _TEXT_RULE not in self._rules:
-            self._rules.append(_TEXT_RULE)
-        return "TEXT"
+    def _any_text(self, excludes: list[str]) -> str:
+        """The terminal of any text in which none of `excludes` stands."""
+        key = tuple(sorted(set(excludes)))
+        if key not in self._texts_without:
+            name = self._texts_without[key] = f"TEXT_{len(self._texts_without)}"
+            others = " | ".join(map(json.dumps, key))
+            without = f" & ~({_ANY_TEXT} ({others}) {_ANY_TEXT})" if key else ""
+            self._rules.append(f"{name}: {_ANY_TEXT}{without}")
+        return self._texts_without[key]
+
+    def _excludes(self, format: Mapping[str, Any]) -> list[str]:
+        return self._texts(format, "excludes") if format.get("excludes") else []
 
     def _json(self, schema: Any) -> str:
         if isinstance(schema, bool):

@@ -1,0 +1,61 @@
+"""Structural tags: which texts they allow, where tags are special tokens and where they are plain text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from allotrope.grammars.backend import load_backend
+from allotrope.grammars.vocabulary import Vocabulary
+from allotrope.request import Grammar
+
+pytest.importorskip("llguidance", reason="grammars need llguidance")
+
+SPECIAL = b"<|call|>"
+TOKENS = (*(bytes([byte]) for byte in range(256)), b"</s>", SPECIAL)
+EXCLUDES = ["<g>", 'é\n"/']
+
+
+def taken(format: dict[str, Any], *pieces: str | bytes) -> str:
+    """The beginning of a text that the grammar allows. `pieces`: plain text, and special tokens as bytes."""
+    vocabulary = Vocabulary(TOKENS, frozenset((256, 257)), (256,))
+    source = json.dumps({"type": "structural_tag", "format": format})
+    matcher = load_backend("llguidance", vocabulary).compile(Grammar("structural_tag", source)).matcher()
+    out = b""
+    for piece in pieces:
+        for token in [TOKENS.index(piece)] if isinstance(piece, bytes) else piece.encode():
+            if not matcher.take(token):
+                return out.decode(errors="replace")
+            out += TOKENS[token]
+    return out.decode()
+
+
+def triggered(trigger: str, **more: Any) -> dict[str, Any]:
+    tag = {"type": "tag", "begin": trigger, "content": {"type": "const_string", "value": "J"}, "end": "E"}
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": [tag], **more}
+
+
+@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize(("trigger", "piece"), [("<f>", "<f>"), (SPECIAL.decode(), SPECIAL)])
+def test_text_around_triggers_excludes_texts(trigger: str, piece: str | bytes, stop: bool) -> None:
+    for excludes in ([], EXCLUDES):
+        format = triggered(trigger, stop_after_first=stop, excludes=excludes)
+        assert taken(format, "a<", piece, "JE") == f"a<{trigger}JE"
+        assert taken(format, "a", piece, "X") == f"a{trigger}"
+        # In any tokens it is the trigger.
+        assert taken(format, f"a{trigger}X") in (f"a{trigger}", f"a{trigger[:-1]}")
+        for text in EXCLUDES:
+            whole = taken(format, f"a{text}b")
+            assert whole == (f"a{text[:-1]}" if excludes else f"a{text}b")
+
+
+@pytest.mark.parametrize(("end", "piece"), [("</f>", "</f>"), (SPECIAL.decode(), SPECIAL)])
+def test_text_within_a_tag_excludes_texts(end: str, piece: str | bytes) -> None:
+    content = {"type": "any_text", "excludes": EXCLUDES}
+    format = {"type": "tag", "begin": "<f>", "content": content, "end": end}
+    assert taken(format, "<f>a<g é\n", piece) == f"<f>a<g é\n{end}"
+    assert taken(format, "<f>a<g>") == "<f>a<g"
+    assert taken(format, f"<f>a{end}X") in (f"<f>a{end}", f"<f>a{end[:-1]}")
+    assert taken(content, 'aé\n"/') == 'aé\n"'
