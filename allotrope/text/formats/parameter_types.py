@@ -49,12 +49,17 @@ def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         stated = one.get("type")
         found |= {stated} if isinstance(stated, str) else {kind for kind in _list(stated) if isinstance(kind, str)}
         values = [*_list(one.get("enum")), *([one["const"]] if "const" in one else [])]
-        found |= {"null" if value is None else _TYPES.get(type(value), "string") for value in values}
+        found |= set(map(value_type, values))
         for key in ("anyOf", "oneOf", "allOf"):
             pending += _list(one.get(key))[:_MAX_SCHEMAS]
         if isinstance(one.get("$ref"), str):
             pending.append(referred_schema(one["$ref"], root))
     return found
+
+
+def value_type(value: Any) -> str:
+    """The JSON type of a value."""
+    return "null" if value is None else _TYPES.get(type(value), "string")
 
 
 def _list(value: Any) -> Sequence[Any]:
