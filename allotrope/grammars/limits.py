@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from allotrope.errors import InvalidRequest
@@ -13,6 +15,13 @@ MAX_DEPTH = 64
 MAX_REGEX_LENGTH = 1 << 15
 MAX_LARK_LENGTH = 1 << 16
 MAX_CHOICES = 4096
+# Numbers of a schema are 64-bit floats to the library, which reads decimals exactly if they have few digits and a small
+# exponent.
+_EXACT_DIGITS = 1 << 53
+_EXACT_EXPONENT = 22
+_MAX_INTEGER = (1 << 63) - 1
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
+_NUMBERS = (*_UPPER_BOUNDS, "minimum", "exclusiveMinimum", "multipleOf")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -40,26 +49,72 @@ def check_limits(grammar: Grammar) -> None:
             pass
 
 
-def read_json(grammar: Grammar) -> Any:
-    """The source of `grammar` as JSON. Raises `InvalidRequest`."""
+def read_json(grammar: Grammar, *, exact: bool = False) -> Any:
+    """The source of `grammar` as JSON. `exact`: decimals keep their digits. Raises `InvalidRequest`."""
     try:
-        return json.loads(grammar.source)
+        return json.loads(grammar.source, parse_float=Decimal if exact else None)
     except RecursionError as error:
         raise refuse(grammar, f"it is nested deeper than {MAX_DEPTH} levels") from error
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise refuse(grammar, f"it is no JSON: {error}") from error
 
 
 def _check_json(grammar: Grammar) -> None:
-    value = read_json(grammar)
+    value = read_json(grammar, exact=True)
     if not isinstance(value, dict | bool) or (grammar.kind == "structural_tag" and not isinstance(value, dict)):
         raise refuse(grammar, "a JSON object is needed")
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inner(outer)]
         if not level:
-            return
-    raise refuse(grammar, f"it is nested deeper than {MAX_DEPTH} levels")
+            break
+    else:
+        raise refuse(grammar, f"it is nested deeper than {MAX_DEPTH} levels")
+    for keyword, number in _inexact_numbers(value):
+        raise refuse(
+            grammar, f"{keyword} has the number {str(number)[:60]}, which a 64-bit float does not hold exactly"
+        )
+
+
+def _inexact_numbers(value: Any) -> Iterator[tuple[str, int | Decimal]]:
+    """(keyword, number) of what numbers may be, where the libraries would take another number."""
+    if isinstance(value, list):
+        for inner in value:
+            yield from _inexact_numbers(inner)
+    elif isinstance(value, Mapping):
+        for keyword, inner in value.items():
+            if keyword in ("const", "enum"):
+                yield from ((keyword, number) for number in _numbers(inner) if not _is_exact(number))
+            elif keyword in _NUMBERS and isinstance(inner, int | Decimal):
+                if not (_is_exact(inner) or (keyword in _UPPER_BOUNDS and _is_rounded_down(inner, value))):
+                    yield keyword, inner
+            else:
+                yield from _inexact_numbers(inner)
+
+
+def _is_rounded_down(bound: int | Decimal, schema: Mapping[str, Any]) -> bool:
+    """Whether what is taken for an upper bound lies below it, so that all that fits it fits the schema."""
+    # Beyond the largest integer of 64 bits, a bound of integers is this integer.
+    is_largest = schema.get("type") == "integer" and bound >= _MAX_INTEGER
+    return isinstance(bound, int) and 0 < bound < 1 << 64 and (is_largest or int(float(bound)) <= bound)
+
+
+def _numbers(value: Any) -> Iterator[int | Decimal]:
+    """Every number in a value."""
+    if isinstance(value, int | Decimal):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+
+
+def _is_exact(number: int | Decimal) -> bool:
+    """Whether a 64-bit float, and an integer of 64 bits where it is whole, are `number` itself."""
+    if isinstance(number, int):
+        return abs(number) <= _MAX_INTEGER and int(float(number)) == number
+    _, digits, exponent = number.as_tuple()
+    assert isinstance(exponent, int)
+    return abs(exponent) <= _EXACT_EXPONENT and len(digits) <= 16 and int("".join(map(str, digits))) <= _EXACT_DIGITS
 
 
 def _inner(value: Any) -> list[Any]:
