@@ -83,7 +83,7 @@ def forced_calls(format: MessageFormat, tools: Sequence[CalledTool], *, many: bo
     """Calls of `tools` and nothing else: at least one, and if not `many` only one. Raises `NotWritable`."""
     writer = _Writer(format)
     calls = _row([writer.tag(tool) for tool in tools], writer.separator, many)
-    return _row([writer.wrapped(calls)], "\n", many) if writer.section else calls
+    return _row([writer.wrapped(calls, *writer.sections[0])], "\n", many) if writer.section else calls
 
 
 def calls_in_text(format: MessageFormat, tools: Sequence[CalledTool], *, many: bool) -> Json:
@@ -91,13 +91,24 @@ def calls_in_text(format: MessageFormat, tools: Sequence[CalledTool], *, many: b
     if format.channels is not None:
         return either(forced_calls(format, tools, many=many), answer(format, ANY_TEXT))
     writer = _Writer(format)
-    tags = [writer.tag(tool) for tool in tools]
+    calls = [writer.tag(tool) for tool in tools]
+    tags, openings = calls, {writer.call}
     if writer.section:
-        tags = [writer.wrapped(_row(tags, writer.separator, many))]
-    opening = writer.section or writer.call
-    if len(opening) < 3:
-        raise NotWritable(f"{opening!r}, which opens its calls, opens other texts as well")
-    return {"type": "triggered_tags", "triggers": [opening], "tags": tags, "stop_after_first": not many}
+        row = _row(calls, writer.separator, many)
+        tags = [writer.wrapped(row, section, end) for section, end in writer.sections]
+        tags += calls if writer.may_be_bare else []
+        openings = {section for section, _ in writer.sections} | ({writer.call} if writer.may_be_bare else set())
+    for opening in sorted(openings):
+        if len(opening) < 3:
+            raise NotWritable(f"{opening!r}, which opens its calls, opens other texts as well")
+    return {
+        "type": "triggered_tags",
+        "triggers": sorted(openings),
+        "tags": tags,
+        "stop_after_first": not many,
+        # Other spellings open calls, too, for the parser.
+        "excludes": sorted(writer.all_openings - openings),
+    }
 
 
 def answer(format: MessageFormat | None, content: Json) -> Json:
@@ -134,7 +145,12 @@ class _Writer:
     """The texts of one format. `separator`: between calls; None: there is one call. `call`: what each begins with."""
 
     def __init__(self, format: MessageFormat) -> None:
-        self.section = self.section_end = ""
+        self.section = ""
+        # (start, end) of a section in each spelling that has both, the first in any case.
+        self.sections: list[tuple[str, str]] = []
+        self.may_be_bare = False
+        # Texts that open a call, or a section of calls.
+        self.all_openings: set[str] = set()
         self.separator: str | None = ""
         self._end = ""
         # Characters of definitions, which each parameter repeats.
@@ -153,7 +169,10 @@ class _Writer:
         self._end = _first(syntax.call_end)
         # A section without an end goes on to the end of the answer, or is left out by the format itself.
         if syntax.section_end or not syntax.bare:
-            self.section, self.section_end = _first(syntax.section), _first(syntax.section_end)
+            self.section = _first(syntax.section)
+            self.sections = list(zip(syntax.section, syntax.section_end or ("",), strict=False))
+        self.may_be_bare = syntax.bare
+        self.all_openings = {*syntax.section, *(syntax.call if syntax.bare or not syntax.section else ())}
         if isinstance(self._body, Alternatives):
             self._body = self._body.otherwise
         if isinstance(self._body, CallList):
@@ -162,9 +181,9 @@ class _Writer:
         elif not self.section and self._end:
             self.separator = "\n"
 
-    def wrapped(self, calls: Json) -> Json:
-        """A section with `calls`."""
-        return {"begin": self.section, "content": sequence(_BREAK, calls, _BREAK), "end": self.section_end}
+    def wrapped(self, calls: Json, section: str, end: str) -> Json:
+        """A section with `calls`, in one of its spellings."""
+        return {"begin": section, "content": sequence(_BREAK, calls, _BREAK), "end": end}
 
     def tag(self, tool: CalledTool) -> Json:
         """One call of `tool`, from its first text to its last."""

@@ -184,9 +184,12 @@ def test_strict_calls_in_text(format: MessageFormat) -> None:
             call_grammar.calls_in_text(format, TOOLS, many=True)
         return
     part = call_grammar.calls_in_text(format, TOOLS, many=True)
+    # In every spelling, and without their section.
+    syntax = format.tools
+    openings = [] if syntax is None else [*syntax.section, *syntax.call, "stop", '">', ">", *syntax.section_end]
     called = 0
-    for seed in range(12):
-        text = written(format, part, seed)
+    for seed in range(24):
+        text = written(format, part, seed, likely=openings if seed % 2 else ())
         for name, arguments in parsed(format, text)[0] if text is not None else ():
             called += 1
             jsonschema.validate(arguments, SCHEMAS[name])
