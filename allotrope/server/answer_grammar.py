@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from allotrope.errors import InvalidRequest
 from allotrope.request import Grammar
 from allotrope.server.tools import NamedTool, Tool
-from allotrope.text import call_grammar, formats
-from allotrope.text.call_grammar import CalledTool, NotWritable
+from allotrope.text import call_grammar, call_parts, formats
+from allotrope.text.call_parts import CalledTool, NotWritable
 from allotrope.text.formats import MessageFormat
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _calls(conversation: Conversation, content: Grammar | None, format: MessageF
         if content is None:
             return call_grammar.calls_in_text(format, called, many=many)
         calls = call_grammar.forced_calls(format, called, many=many)
-        return call_grammar.either(calls, call_grammar.answer(format, _part_of(content)))
+        return call_parts.either(calls, call_grammar.answer(format, _part_of(content)))
     except NotWritable as error:
         what = "strict tools are" if content is None else f"tools with {content.param} are"
         raise InvalidRequest(
@@ -138,7 +138,7 @@ def _part_of(content: Grammar) -> Json:
     if content.kind == "json_schema":
         return {"type": "json_schema", "json_schema": source}
     if content.kind == "choice" and isinstance(source, list):
-        return call_grammar.either(*(call_grammar.text(str(one)) for one in source))
+        return call_parts.either(*(call_parts.text(str(one)) for one in source))
     if isinstance(source, Mapping) and isinstance(source.get("format"), dict):
         return dict(source["format"])
     raise InvalidRequest(f"the {content.kind} cannot be used with tools or reasoning.", content.param)

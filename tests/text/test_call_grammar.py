@@ -16,7 +16,7 @@ from allotrope.grammars.backend import load_backend, words
 from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
 from allotrope.text import call_grammar
-from allotrope.text.call_grammar import CalledTool, NotWritable
+from allotrope.text.call_parts import CalledTool, NotWritable
 from allotrope.text.formats import FORMATS, ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallBegin
 from allotrope.text.formats.bodies import NamedParameters
 from allotrope.text.formats.format import MessageFormat
