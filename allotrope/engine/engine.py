@@ -113,10 +113,13 @@ class Engine:
             )
 
     def add(self, request: Request, constraints: Constraints | None = None) -> None:
-        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full.
+        """Queue a request. Raises InvalidRequest if it can never run, Overloaded if the queue is full, EngineDead after
+        `close`.
 
         `constraints`: the request's grammar, compiled; without it `add` waits for that, as `compile_grammar` does not.
         """
+        if self._closed:
+            raise EngineDead("the engine is closed; make a new one")
         grammar = request.params.grammar
         if grammar is not None and constraints is None:
             self.check(request)
