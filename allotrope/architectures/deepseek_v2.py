@@ -131,10 +131,13 @@ def read_latent(config: ConfigReader) -> MlaMixerSpec:
 def _yarn_mscale(config: ConfigReader) -> float:
     """(0.1 m ln(factor) + 1)^2 for a scaled rope with m = `mscale_all_dim`; else 1."""
     rope = rope_values(config)
-    all_dims = rope.get("mscale_all_dim")
+    factor, all_dims = rope.get("factor", 1.0), rope.get("mscale_all_dim")
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not all_dims:
         return 1.0
-    return yarn_scale(float(rope.get("factor", 1.0)), float(all_dims)) ** 2
+    if not isinstance(factor, int | float) or not isinstance(all_dims, int | float):
+        # Refused where the rope is read.
+        return 1.0
+    return yarn_scale(float(factor), float(all_dims)) ** 2
 
 
 def latent_rules(spec: ModelSpec, prefix: str = "model.", head: str = "lm_head.weight") -> list[Rule]:

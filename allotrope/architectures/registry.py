@@ -74,8 +74,8 @@ ARCHITECTURES: dict[str, str] = {
 def find_architecture(config: dict[str, Any], source: str) -> Architecture:
     """The architecture of a config.json. Raises ModelError with the supported names if it is unknown."""
     names = config.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and name in ARCHITECTURES:
             module, _, row = ARCHITECTURES[name].partition(":")
             architecture = getattr(import_module(f"allotrope.architectures.{module}"), row)
             assert isinstance(architecture, Architecture)

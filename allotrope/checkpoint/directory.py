@@ -120,6 +120,8 @@ class DirectoryCheckpoint:
         self._indexed = read_json_object(index).get("weight_map", {})
         if not isinstance(self._indexed, dict) or not self._indexed:
             raise ModelError(f"cannot load {self.source}", [f"{_INDEX} has no weight_map"])
+        if wrong := [name for name, shard in self._indexed.items() if not isinstance(shard, str) or not shard]:
+            raise ModelError(f"cannot load {self.source}", [f"{_INDEX} names no file for {_some(sorted(wrong))}"])
         shards = [self._path / name for name in sorted(set(self._indexed.values()))]
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
@@ -207,6 +209,9 @@ def read_safetensors_headers(file: Path) -> dict[str, TensorHeader]:
             shape, stored = tuple(entry["shape"]), entry["dtype"]
         except (KeyError, TypeError, ValueError) as error:
             reasons.append(f"the entry of {name} is damaged ({error!r})")
+            continue
+        if not isinstance(stored, str) or any(type(one) is not int or one < 0 for one in (begin, end, *shape)):
+            reasons.append(f"the entry of {name} is damaged ({json.dumps(entry)[:200]})")
             continue
         if stored not in _DTYPES:
             reasons.append(f"{name} has dtype {stored}; allowed: {', '.join(_DTYPES)}")

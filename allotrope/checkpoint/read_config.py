@@ -32,7 +32,7 @@ BOOKKEEPING = frozenset(
 _AT_LEAST_ONE = frozenset(
     """
     num_hidden_layers vocab_size hidden_size max_position_embeddings num_attention_heads head_dim
-    moe_intermediate_size hc_mult
+    intermediate_size moe_intermediate_size hc_mult o_lora_rank
     """.split()
 )
 
@@ -74,10 +74,11 @@ class ConfigReader:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             self.reasons.append(f"config {key}={value!r} (needs {kind.__name__})")
             return kind() if default is _REQUIRED or default is None else default
-        if key in _AT_LEAST_ONE and isinstance(value, int) and value < 1:
-            self.refuse(f"config {key}={value} (needs at least 1)")
+        least = 1 if key in _AT_LEAST_ONE else 0
+        if kind is int and isinstance(value, int) and value < least:
+            self.refuse(f"config {key}={value} (needs at least {least})")
             # What is computed from it on the way to the end.
-            return 1
+            return least
         return value
 
     def expect(self, key: str, *allowed: object) -> None:
@@ -178,7 +179,10 @@ def read_rope(
     """
     values = rope_values(config, theta_key)
     if kind is not None and kind in values:
-        values = dict(values[kind] or {})
+        inner = values[kind] or {}
+        if not isinstance(inner, Mapping):
+            config.refuse(f"config rope_parameters.{kind}={inner!r} (needs dict)")
+        values = dict(inner) if isinstance(inner, Mapping) else {}
     _refuse_another(config, theta_key, "rope_theta", values)
     _refuse_another(config, "partial_rotary_factor", "partial_rotary_factor", values)
     values.setdefault("rope_theta", config.get(theta_key, float, default_theta))

@@ -199,10 +199,11 @@ class Loader:
             return
         placement = placement_of(parameter)
         count, stacked = placement.experts, rule.expert is None
-        wrong = f"checkpoint tensor {name} has {tensor.shape[0]} experts (needs {count})"
+        stack = tensor.shape[0] if tensor.dim() else 0
+        wrong = f"checkpoint tensor {name} has {stack} experts (needs {count})"
         first, needed = 0, count
         if count and stacked and placement.held is not None:
-            if tensor.shape[0] != count:
+            if stack != count:
                 self.reasons.append(wrong)
                 return
             # Of a file that is mapped, the rest is never read.
@@ -213,7 +214,7 @@ class Loader:
         if not count or not stacked:
             expert = -1 if rule.expert is None else int(match.group(rule.expert))
             self._fill(name, tensor, target, rule.section, expert)
-        elif tensor.shape[0] != needed:
+        elif not tensor.dim() or tensor.shape[0] != needed:
             self.reasons.append(wrong)
         else:
             for expert in placement.slots:
@@ -235,6 +236,10 @@ class Loader:
         wanted[placement.dim] = section.size
         if list(tensor.shape) != wanted:
             self.reasons.append(f"checkpoint tensor {name} has shape {list(tensor.shape)} (needs {wanted})")
+        elif data.dtype.is_floating_point and not tensor.dtype.is_floating_point:
+            # Numbers of a format that the config does not name: taken as they are, they would be other weights.
+            stored = str(tensor.dtype).removeprefix("torch.")
+            self.reasons.append(f"checkpoint tensor {name} is {stored} (needs floating-point numbers)")
         else:
             copy = functools.partial(placement.fill, data, tensor, part, parallel_of(parameter))
             self._copies.add(tensor.nbytes, copy)

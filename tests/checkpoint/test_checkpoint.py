@@ -127,6 +127,26 @@ def test_damaged_headers(single: Path, content: bytes) -> None:
         open_checkpoint(str(single)).headers()
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": ["F32"]}, {"data_offsets": "ab"}, {"data_offsets": [-4, 0]}, {"shape": [1.5]}, {"shape": [-1]}]
+)
+def test_damaged_entries_are_named(single: Path, wrong: dict[str, object]) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | wrong
+    header = json.dumps({"x": entry}).encode()
+    (single / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with pytest.raises(ModelError, match="the entry of x is damaged"):
+        open_checkpoint(str(single)).headers()
+
+
+@pytest.mark.parametrize("shard", [3, None, "", ["a"]])
+def test_an_index_without_names_of_files_is_refused(sharded: Path, shard: object) -> None:
+    index = json.loads((sharded / INDEX).read_text(encoding="utf-8"))
+    index["weight_map"]["g.weight"] = shard
+    write_json(sharded / INDEX, index)
+    with pytest.raises(ModelError, match=r"names no file for g\.weight"):
+        open_checkpoint(str(sharded)).headers()
+
+
 def test_index_and_shards_must_agree(sharded: Path, tensors: dict[str, torch.Tensor]) -> None:
     index = json.loads((sharded / INDEX).read_text(encoding="utf-8"))
     index["weight_map"]["g.weight"] = "model-00001-of-00003.safetensors"

@@ -210,6 +210,8 @@ IMPOSSIBLE: dict[str, tuple[float, ...]] = {
     # Odd ones cannot be paired.
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "global_head_dim"), (0, 15)),
     "o_groups": (0, 3),
+    **dict.fromkeys(("intermediate_size", "o_lora_rank"), (0, -1)),
+    **dict.fromkeys(("n_shared_experts", "hidden_size_per_layer_input", "sliding_window"), (-1,)),
 }
 
 
@@ -246,3 +248,22 @@ def test_a_rope_that_is_wider_than_its_head_is_refused(name: str, key: str) -> N
     config = find_architecture({"architectures": [name]}, name).tiny()
     with pytest.raises(ModelError, match="needs at most as many"):
         read_spec(config | {key: 2 * config["head_dim"]}, name)
+
+
+@pytest.mark.parametrize("names", [3, True, "LlamaForCausalLM", [3], {"a": 1}])
+def test_architectures_that_are_no_list_of_names_are_refused(names: object) -> None:
+    with pytest.raises(ModelError, match="config architectures="):
+        find_architecture({"architectures": names}, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Gemma4ForCausalLM", {"rope_parameters": {"sliding_attention": 3}}),
+        ("DeepseekV3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": {}, "mscale_all_dim": 1.0}}),
+        ("DeepseekV2ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": [1]}}),
+    ],
+)
+def test_ropes_of_other_types_are_refused(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        read_spec(find_architecture({"architectures": [name]}, name).tiny() | changes, name)
