@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self
 
 from allotrope.errors import ConfigError
+from allotrope.field_types import field_types
 from allotrope.rank_layout import RankLayout
 from allotrope.request import MAX_SEED
 from allotrope.speculative_config import SpeculativeConfig
@@ -21,6 +22,8 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 # Options and values under their old names, each with the name that it has now.
 RENAMED_OPTIONS = {"overlap": "async_scheduling"}
 RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla", ("quantized_weights", "unpack"): "dequantize"}
+# The text of these options is JSON; `LLM` and files of options take a mapping, too.
+JSON_OPTIONS = ("hf_overrides", "speculative_config")
 
 Quantization = Literal["fp8", "int8", "int4"]
 KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_mla"]
@@ -205,7 +208,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_types(self)
         reasons = []
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
@@ -307,7 +310,7 @@ class ServerConfig:
     body_timeout: float = option("Seconds that a body may take to arrive, plus one for each 64 KiB of it.", 30.0)
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_types(self)
         reasons = self._wrong_numbers() + self._wrong_texts()
         if reasons:
             raise ConfigError("bad options: " + "; ".join(reasons) + ".")
@@ -335,14 +338,11 @@ class ServerConfig:
         reasons = []
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            # A lone string would pass as a tuple of its letters.
-            if isinstance(f.default, tuple) and not (isinstance(value, tuple) and all(value)):
-                shown = "***" if f.name.endswith("api_key") else repr(value)
-                reasons.append(f"{f.name}={shown}; a tuple of texts is needed, none of them empty")
+            if isinstance(value, tuple) and not all(value):
+                reasons.append(f"{f.name}={_shown(f.name, value)}; an empty text is not allowed")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             reasons.append(f"root_path={self.root_path!r}; it must begin with a slash and not end with one")
-        origins = self.allowed_origins if isinstance(self.allowed_origins, tuple) else ()
-        wrong = [one for one in origins if one and not _ORIGIN.fullmatch(one)]
+        wrong = [one for one in self.allowed_origins if one and not _ORIGIN.fullmatch(one)]
         if wrong:
             reasons.append(
                 f"allowed_origins={', '.join(map(repr, wrong))}; a scheme and a host are needed, in lower case and "
@@ -380,20 +380,23 @@ class BatchOptions:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError(f"bad options: max_in_flight={self.max_in_flight}; at least 1 is needed.")
 
 
-def _check_choices(config: Any) -> None:
-    """Refuse a value that is not among a `Literal` field's choices."""
-    hints = get_type_hints(type(config))
+def _check_types(config: object) -> None:
+    """Refuse a value that is not of its field's type, or not among the choices of a `Literal`."""
     wrong = []
-    for f in dataclasses.fields(config):
-        value, choices = getattr(config, f.name), get_args(hints[f.name])
-        if get_origin(hints[f.name]) is not Literal or value in choices:
+    for name, of_field in field_types(type(config)).items():
+        value = getattr(config, name)
+        if of_field.takes(value):
             continue
-        new = RENAMED_VALUES.get((f.name, value))
-        advice = f"it is now {new!r}" if new else f"allowed: {', '.join(map(repr, choices))}"
-        wrong.append(f"{f.name}={value!r}; {advice}")
+        new = RENAMED_VALUES.get((name, value)) if isinstance(value, str) else None
+        wrong.append(f"{name}={_shown(name, value)}; {f'it is now {new!r}' if new else of_field.needs}")
     if wrong:
         raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+
+
+def _shown(name: str, value: Any) -> str:
+    return "***" if name.endswith("api_key") else repr(value)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
-from allotrope.config import EngineConfig
+from allotrope.config import JSON_OPTIONS, EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
-from allotrope.errors import AllotropeError, InvalidRequest
+from allotrope.errors import AllotropeError, ConfigError, InvalidRequest
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
@@ -55,14 +56,13 @@ class RequestOutput:
 class LLM:
     """A loaded model that generates in this process. Its options are the fields of `EngineConfig`."""
 
-    def __init__(self, model: str, **options: Any) -> None:
-        """Load `model`. `speculative_config` may be a mapping, too.
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        """Load `model`. `speculative_config` and `hf_overrides` may be mappings, too, and paths need not be text.
 
         Raises ConfigError or ModelError with every reason if it cannot be loaded.
         """
-        if isinstance(options.get("speculative_config"), Mapping):
-            options["speculative_config"] = json.dumps(dict(options["speculative_config"]))
-        self.config = EngineConfig(model=model, **options)
+        given = {name: _as_text(name, value) for name, value in {"model": model, **options}.items()}
+        self.config = EngineConfig(**given)
         self.engine = Engine(self.config, preferred_tokens=_STEP_TOKENS)
         self._tokenizer: Tokenizer | None = None
         self._count = 0
@@ -176,6 +176,18 @@ class LLM:
 
     def _text(self) -> Tokenizer | None:
         return self.tokenizer if _has_tokenizer(self.config, self.engine.checkpoint) else None
+
+
+def _as_text(name: str, value: Any) -> Any:
+    """A path, or the mapping of a JSON option, as the text that `EngineConfig` takes."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name not in JSON_OPTIONS or not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"bad options: {name}={value!r} is not JSON ({error}).") from error
 
 
 def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "allotrope"
 
 # Parts of the package, the lowest first: each imports only from its own line and those above it.
 ORDER = [
-    {"errors", "env"},
+    {"errors", "env", "field_types"},
     {"request", "config", "rank_layout", "speculative_config", "logs", "output_files", "progress", "gguf_file"},
     {"kernels"},
     {"ops"},

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
+from tiny_checkpoints import write_tiny
 
-from allotrope.config import EngineConfig
+from allotrope import LLM
+from allotrope.architectures.llama import tiny_llama
+from allotrope.config import BatchOptions, EngineConfig, ServerConfig
 from allotrope.engine.messages import Start, pack
 from allotrope.errors import ConfigError
 
@@ -50,3 +55,74 @@ def test_devices_are_those_that_the_help_names(device: str) -> None:
 def test_the_largest_numbers_travel_between_processes(options: dict[str, Any]) -> None:
     config = EngineConfig(model="m", **options)
     assert pack(Start(config)) and dataclasses.replace(config) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model": None}, "model=None; a text is needed"),
+        ({"quantization": "int3"}, "quantization='int3'; allowed: 'fp8', 'int8', 'int4', None"),
+        ({"dtype": torch.float32}, "dtype=torch.float32; allowed: 'auto', 'float32'"),
+        ({"kv_cache_dtype": ["auto"]}, "kv_cache_dtype=['auto']; allowed: 'auto'"),
+        ({"max_model_len": 5.5}, "max_model_len=5.5; a whole number or None is needed"),
+        ({"max_model_len": "32k"}, "max_model_len='32k'; a whole number or None is needed"),
+        ({"page_size": "16"}, "page_size='16'; a whole number is needed"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True; a whole number is needed"),
+        ({"seed": None}, "seed=None; a whole number is needed"),
+        ({"memory_utilization": "0.9"}, "memory_utilization='0.9'; a number or None is needed"),
+        ({"watchdog_seconds": True}, "watchdog_seconds=True; a number is needed"),
+        ({"device": torch.device("cpu")}, "device=device(type='cpu'); a text is needed"),
+        ({"op_backend": {"rms_norm": "reference"}}, "op_backend={'rms_norm': 'reference'}; a text or None is needed"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no'; True or False is needed"),
+        ({"cuda_graphs": None}, "cuda_graphs=None; True or False is needed"),
+        ({"cuda_graphs": 1}, "cuda_graphs=1; True or False is needed"),
+    ],
+)
+def test_values_of_another_type_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig(**{"model": "m", **options})
+    assert reason in str(raised.value)
+
+
+def test_each_value_of_another_type_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"page_size='16'; .*; threads=2\.0; "):
+        EngineConfig(model="m", page_size="16", threads=2.0)  # type: ignore[arg-type]
+
+
+def test_whole_numbers_are_numbers() -> None:
+    config = EngineConfig(model="m", memory_utilization=1, watchdog_seconds=0, quantization="int4", threads=None)
+    assert (config.memory_utilization, config.quantization) == (1, "int4")
+    assert ServerConfig(drain_timeout=5, api_key=("secret",)).drain_timeout == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"port": "80"}, "port='80'; a whole number is needed"),
+        ({"served_model_name": ["tiny"]}, "served_model_name=['tiny']; a tuple of texts is needed"),
+        ({"allowed_origins": ("*", 5)}, "allowed_origins=('*', 5); a tuple of texts is needed"),
+        ({"api_key": "secret"}, "api_key=***; a tuple of texts is needed"),
+        ({"api_key": ("secret", "")}, "api_key=***; an empty text is not allowed"),
+        ({"strict": "yes"}, "strict='yes'; True or False is needed"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_servers(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ServerConfig(**options)
+    assert reason in str(raised.value)
+
+
+def test_values_of_another_type_are_refused_by_batches() -> None:
+    with pytest.raises(ConfigError, match="max_in_flight='4'; a whole number or None is needed"):
+        BatchOptions(max_in_flight="4")  # type: ignore[arg-type]
+
+
+def test_offline_use_takes_paths_and_overrides_as_a_mapping(tmp_path: Path) -> None:
+    model = write_tiny(tiny_llama(), tmp_path).directory
+    llm = LLM(model, load_format="dummy", device="cpu", hf_overrides={"rope_theta": 1e6})
+    assert (llm.config.model, llm.engine.checkpoint.config["rope_theta"]) == (str(model), 1e6)
+    llm.close()
+    with pytest.raises(ConfigError, match=r"hf_overrides=.* is not JSON"):
+        LLM("m", hf_overrides={"dtype": torch.float32})
+    with pytest.raises(ConfigError, match=r"hf_overrides=\[\]; a text or None is needed"):
+        LLM("m", hf_overrides=[])

@@ -16,10 +16,8 @@ import typer
 
 from allotrope.commands.foreign_flags import plain_value
 from allotrope.commands.refusals import refusal
+from allotrope.config import JSON_OPTIONS
 from allotrope.errors import ConfigError
-
-# The text of these options is JSON; in a file they may also be a mapping.
-_JSON_OPTIONS = ("hf_overrides", "speculative_config")
 
 
 def use_config_file(ctx: typer.Context, path: str | None, hints: Mapping[str, Any]) -> str | None:
@@ -62,7 +60,7 @@ def _option_value(ctx: typer.Context, key: str, value: Any, hints: Mapping[str, 
         if not isinstance(value, bool):
             raise ValueError(f"{key}={value!r}: true or false is needed")
         return param.name, value != (flag in param.secondary_opts)
-    if isinstance(value, Mapping) and param.name in _JSON_OPTIONS:
+    if isinstance(value, Mapping) and param.name in JSON_OPTIONS:
         value = json.dumps(value)
     if getattr(param, "multiple", False):
         value = value if isinstance(value, list) else [value]
