@@ -7,11 +7,13 @@ tensor, a tokenizer or text that the engine would have to interpret.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from allotrope.errors import InvalidRequest
+from allotrope.field_types import field_types
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "structural_tag"]
@@ -44,6 +46,9 @@ class Grammar:
         if self.kind not in get_args(GrammarKind):
             kinds = ", ".join(get_args(GrammarKind))
             raise InvalidRequest(f"grammar.kind={self.kind!r} is not known; allowed: {kinds}.", self.param)
+        for name, text in (("source", self.source), ("after", self.after)):
+            if not isinstance(text, str) and (name, text) != ("after", None):
+                raise InvalidRequest(f"grammar.{name}={reprlib.repr(text)}; a text is needed.", self.param)
         if not self.source and self.kind not in ("json_object", "regex"):
             raise InvalidRequest(f"{self.param} is an empty {self.kind}.", self.param)
         if len(self.source) > MAX_GRAMMAR_LENGTH:
@@ -102,10 +107,14 @@ class SamplingParams:
         return replace(self, max_tokens=max(room, self.min_tokens, 1))
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` naming the first field that is out of its range.
+        """Raise `InvalidRequest` naming the first field that is not of its type or out of its range.
 
         `vocab_size`: number of ids that the model's output layer scores.
         """
+        for name, (takes, needs) in _FIELD_TYPES.items():
+            value = getattr(self, name)
+            if not takes(value):
+                raise InvalidRequest(f"{name}={reprlib.repr(value)}; {needs}.", name)
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -141,6 +150,10 @@ class SamplingParams:
             _in_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if self.grammar is not None:
             self.grammar.check()
+
+
+# Lists travel as tuples do.
+_FIELD_TYPES = field_types(SamplingParams, lists=True)
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
