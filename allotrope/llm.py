@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import operator
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
+
+import numpy as np
+import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
 from allotrope.config import JSON_OPTIONS, EngineConfig
@@ -20,7 +27,7 @@ from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("allotrope.llm")
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | Mapping[str, Any]
 
 # Preferred max_num_batched_tokens on a GPU. It is twice the server's value, because no client waits for a next token.
 _STEP_TOKENS = 16384
@@ -91,12 +98,12 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Continue each prompt (text or token ids).
+        """Continue each prompt: a text, token ids, or as vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
         `params`: for all prompts, or one for each; default: `get_default_sampling_params()`. Returns one output per
         prompt, in order. Raises InvalidRequest before the first step if a prompt or its parameters cannot be served.
         """
-        batch: Sequence[Prompt] = [prompts] if _is_one(prompts) else prompts  # type: ignore[list-item, assignment]
+        batch = _read_prompts(prompts)
         sampling = self.get_default_sampling_params() if params is None else params
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(batch)
         if len(each) != len(batch):
@@ -123,17 +130,21 @@ class LLM:
         """Free the model and its memory."""
         self.engine.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams, *, fit: bool) -> Request:
+    def _request(self, prompt: str | Sequence[int], params: SamplingParams, *, fit: bool) -> Request:
         """`fit`: lower `max_tokens` to the space that the prompt leaves in the context."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"params has {reprlib.repr(params)}; SamplingParams for all prompts, or a list of one for each, are "
+                f"needed.",
+                "params",
+            )
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if fit:
             params = params.fitted(len(ids), self.engine.limits.max_model_len)
         tokenizer = self._text()
         eos_ids = tuple(dict.fromkeys((*self.engine.limits.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         self._count += 1
-        request = Request(
-            request_id=f"offline-{self._count}", prompt_ids=tuple(map(int, ids)), params=params, eos_ids=eos_ids
-        )
+        request = Request(request_id=f"offline-{self._count}", prompt_ids=tuple(ids), params=params, eos_ids=eos_ids)
         request.check(self.engine.limits.vocab_size, self.engine.limits.max_model_len)
         if params.grammar is not None:
             self.engine.compile_grammar(params.grammar).result()
@@ -251,5 +262,45 @@ class _Accumulator:
                 del completion.logprobs[stream.used_tokens :]
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _read_prompts(prompts: Any) -> list[str | tuple[int, ...]]:
+    """One prompt, or several in any sequence, as texts and token ids."""
+    values = _as_list(prompts)
+    if isinstance(prompts, str | Mapping) or (values and _is_number(values[0])):
+        return [_read_prompt(prompts, "prompt")]
+    if values is None:
+        raise InvalidRequest(f"prompts={reprlib.repr(prompts)}; a prompt or a list of prompts is needed.", "prompt")
+    return [_read_prompt(one, f"prompts[{index}]") for index, one in enumerate(values)]
+
+
+def _read_prompt(prompt: Any, name: str) -> str | tuple[int, ...]:
+    """`name`: what a refusal calls the prompt."""
+    given = prompt
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        ((key, value),) = prompt.items()
+        # A text under the key of ids, and ids under that of a text, are neither.
+        if (key, isinstance(value, str)) in (("prompt", True), ("prompt_token_ids", False)):
+            given = value
+    if isinstance(given, str):
+        return given
+    values = _as_list(given)
+    if values is not None and bool not in set(map(type, values)):
+        with contextlib.suppress(TypeError):
+            return tuple(map(operator.index, values))
+    raise InvalidRequest(
+        f"{name}={reprlib.repr(prompt)}; a text or a list of token ids, which are whole numbers, is needed, or one of "
+        f'them as {{"prompt": text}} or {{"prompt_token_ids": ids}}.',
+        "prompt",
+    )
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """The items of a sequence or an array; None for anything else, and for bytes, which are neither text nor ids."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.tolist() if value.ndim else None
+    if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        return None
+    return list(value) if hasattr(value, "__len__") and hasattr(value, "__getitem__") else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.ndim == 0)
