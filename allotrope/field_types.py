@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -22,9 +23,9 @@ class FieldType(NamedTuple):
 _ONE = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
 _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 _TAKES: dict[Any, Callable[[Any], bool]] = {
-    # True and False are integers to Python.
-    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
-    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    # NumPy's numbers are numbers; True and False are integers to Python.
+    int: lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, Real) and not isinstance(value, bool),
     str: lambda value: isinstance(value, str),
     bool: lambda value: isinstance(value, bool),
     NoneType: lambda value: value is None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from allotrope.errors import InvalidRequest
@@ -53,6 +54,14 @@ def test_values_of_another_type_are_refused(name: str, value: Any, needs: str) -
         SamplingParams(**{name: value}).check(VOCABULARY)
     assert raised.value.param == name
     assert str(raised.value) == f"{name}={value!r}; {needs} is needed."
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    ids = np.array([5, 6])
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=ids[0], stop_token_ids=list(ids), top_k=ids[1])
+    params.check(VOCABULARY)
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        replace(params, ignore_eos=np.bool_(True)).check(VOCABULARY)
 
 
 def test_lists_and_whole_numbers_are_taken() -> None:
