@@ -81,7 +81,11 @@ def test_prompts_of_another_type_are_refused(llm: LLM, prompt: Any) -> None:
         llm.generate([IDS, prompt], GREEDY)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"abc", bytearray(b"abc"), iter([IDS]), {5, 6}, np.array(5)], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 5, b"abc", bytearray(b"abc"), iter([IDS]), {5, 6}, np.array(5)],
+    ids=lambda prompts: type(prompts).__name__,
+)
 def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompts=.*; a prompt or a list of prompts is needed"):
         llm.generate(prompts, GREEDY)
