@@ -7,7 +7,10 @@ from the model (its context length, its dtype) is computed where it is needed an
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -22,7 +25,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 # Options and values under their old names, each with the name that it has now.
 RENAMED_OPTIONS = {"overlap": "async_scheduling"}
 RENAMED_VALUES = {("kv_cache_dtype", "fp8_scaled"): "fp8_ds_mla", ("quantized_weights", "unpack"): "dequantize"}
-# The text of these options is JSON; `LLM` and files of options take a mapping, too.
+# The text of these options is JSON; a mapping is taken, too, and becomes text.
 JSON_OPTIONS = ("hf_overrides", "speculative_config")
 
 Quantization = Literal["fp8", "int8", "int4"]
@@ -208,6 +211,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _as_text(f.name, getattr(self, f.name)))
         _check_types(self)
         reasons = []
         for name, (least, most) in _RANGES.items():
@@ -396,6 +401,18 @@ def _check_types(config: object) -> None:
         wrong.append(f"{name}={_shown(name, value)}; {f'it is now {new!r}' if new else of_field.needs}")
     if wrong:
         raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+
+
+def _as_text(name: str, value: Any) -> Any:
+    """A path, or the mapping of a JSON option, as text; any other value as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name not in JSON_OPTIONS or not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"bad options: {name}={value!r} is not JSON ({error}).") from error
 
 
 def _shown(name: str, value: Any) -> str:

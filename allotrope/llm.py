@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import operator
 import os
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 
 from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
-from allotrope.config import JSON_OPTIONS, EngineConfig
+from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
-from allotrope.errors import AllotropeError, ConfigError, InvalidRequest
+from allotrope.errors import AllotropeError, InvalidRequest
 from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
@@ -68,8 +67,7 @@ class LLM:
 
         Raises ConfigError or ModelError with every reason if it cannot be loaded.
         """
-        given = {name: _as_text(name, value) for name, value in {"model": model, **options}.items()}
-        self.config = EngineConfig(**given)
+        self.config = EngineConfig(**{"model": model, **options})
         self.engine = Engine(self.config, preferred_tokens=_STEP_TOKENS)
         self._tokenizer: Tokenizer | None = None
         self._count = 0
@@ -187,18 +185,6 @@ class LLM:
 
     def _text(self) -> Tokenizer | None:
         return self.tokenizer if _has_tokenizer(self.config, self.engine.checkpoint) else None
-
-
-def _as_text(name: str, value: Any) -> Any:
-    """A path, or the mapping of a JSON option, as the text that `EngineConfig` takes."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if name not in JSON_OPTIONS or not isinstance(value, Mapping):
-        return value
-    try:
-        return json.dumps(dict(value))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"bad options: {name}={value!r} is not JSON ({error}).") from error
 
 
 def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:

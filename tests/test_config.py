@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -126,3 +127,10 @@ def test_offline_use_takes_paths_and_overrides_as_a_mapping(tmp_path: Path) -> N
         LLM("m", hf_overrides={"dtype": torch.float32})
     with pytest.raises(ConfigError, match=r"hf_overrides=\[\]; a text or None is needed"):
         LLM("m", hf_overrides=[])
+
+
+def test_paths_and_mappings_become_text(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    config = EngineConfig(model=tmp_path, speculative_config=drafts)  # type: ignore[arg-type]
+    assert config.model == str(tmp_path)
+    assert config == EngineConfig(model=str(tmp_path), speculative_config=json.dumps(drafts))
