@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, refuse_options
 from allotrope.field_types import field_types
 from allotrope.rank_layout import RankLayout
 from allotrope.request import MAX_SEED
@@ -77,8 +77,7 @@ class EngineConfig:
     def __new__(cls, **options: Any) -> Self:
         """Refuse an option under its old name. Raises ConfigError with the name that it has now."""
         old = [f"{name} is now {new}: give {new}" for name, new in RENAMED_OPTIONS.items() if name in options]
-        if old:
-            raise ConfigError("bad options: " + "; ".join(old) + ".")
+        refuse_options(old)
         return super().__new__(cls)
 
     model: str = option("Model: a Hugging Face directory, a .gguf file, or a hub id, fetched once.")
@@ -239,8 +238,7 @@ class EngineConfig:
                 f"max_num_batched_tokens={tokens} is below max_num_seqs={sequences}: each sequence needs one token a "
                 f"step"
             )
-        if reasons:
-            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+        refuse_options(reasons)
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
 
@@ -316,9 +314,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        reasons = self._wrong_numbers() + self._wrong_texts()
-        if reasons:
-            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+        refuse_options(self._wrong_numbers() + self._wrong_texts())
 
     def _wrong_numbers(self) -> list[str]:
         reasons = []
@@ -399,8 +395,7 @@ def _check_types(config: object) -> None:
             continue
         new = RENAMED_VALUES.get((name, value)) if isinstance(value, str) else None
         wrong.append(f"{name}={_shown(name, value)}; {f'it is now {new!r}' if new else of_field.needs}")
-    if wrong:
-        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    refuse_options(wrong)
 
 
 def _as_text(name: str, value: Any) -> Any:

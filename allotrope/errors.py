@@ -16,6 +16,12 @@ class ConfigError(AllotropeError):
     """The options given at start are invalid, alone or together."""
 
 
+def refuse_options(reasons: Sequence[str]) -> None:
+    """Raise ConfigError with every one of `reasons`, if there are any."""
+    if reasons:
+        raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+
+
 class ModelError(AllotropeError):
     """The checkpoint or its config cannot be served. The error lists every reason."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allotrope.config import EngineConfig, option
-from allotrope.errors import AllotropeError, ConfigError
+from allotrope.errors import AllotropeError, ConfigError, refuse_options
 from allotrope.output_files import file_reasons, plot_reasons
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ class ReportOptions:
     plot: Path | None = option("Also draw the distribution of each latency to this PNG file.", None)
 
     def __post_init__(self) -> None:
-        reasons = file_reasons("output_json", self.output_json) + plot_reasons("plot", self.plot)
-        if reasons:
-            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+        refuse_options(file_reasons("output_json", self.output_json) + plot_reasons("plot", self.plot))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,7 @@ def _at_least_one(options: Any, *names: str) -> None:
     wrong = [
         f"{name}={value}; at least 1 is needed" for name, value in values.items() if value is not None and value < 1
     ]
-    if wrong:
-        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    refuse_options(wrong)
 
 
 def bench_latency(engine: EngineConfig, options: LatencyOptions, report: ReportOptions) -> None:

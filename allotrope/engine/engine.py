@@ -30,7 +30,7 @@ from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.step_log import StepLog
 from allotrope.engine.step_loop import PageCopy, StepLoop
-from allotrope.errors import ConfigError, EngineDead, InvalidRequest
+from allotrope.errors import ConfigError, EngineDead, InvalidRequest, refuse_options
 from allotrope.grammars.compiler import GrammarCompiler
 from allotrope.grammars.constraint import Constraints
 from allotrope.grammars.vocabulary import Vocabulary
@@ -60,9 +60,7 @@ class Engine:
         it, `step` raises EngineDead. `observer`: sees the logits of every token and may replace sampled tokens.
         `preferred_tokens`: tokens of a step on a GPU, where the options name none and memory serves them.
         """
-        reasons = file_reasons("expert_load_file", config.expert_load_file)
-        if reasons:
-            raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+        refuse_options(file_reasons("expert_load_file", config.expert_load_file))
         self._config, self._closed = config, False
         self._executor: Executor = MultiprocessExecutor.start(config, on_death, preferred_tokens)
         load_plan, self.memory = self._executor.load_plan, self._executor.memory

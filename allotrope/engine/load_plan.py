@@ -19,7 +19,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.expert_load import read_expert_placements, refuse_misplaced
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
-from allotrope.errors import ConfigError, ModelError
+from allotrope.errors import ConfigError, ModelError, refuse_options
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import Chip, chip_of, cpu_has_bf16
 from allotrope.layers.build import Build
@@ -372,8 +372,7 @@ def _expert_placements(config: EngineConfig, parallel: Parallel) -> dict[str, Ex
         wrong.append("expert_placement needs enable_expert_parallel: without it every rank has a part of each expert")
     if config.num_redundant_experts and config.expert_placement is None:
         wrong.append("num_redundant_experts needs expert_placement, which says which experts to copy")
-    if wrong:
-        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    refuse_options(wrong)
     if config.expert_placement is None:
         return {}
     try:

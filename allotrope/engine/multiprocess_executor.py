@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -62,7 +63,7 @@ class MultiprocessExecutor(Executor):
         refuse_devices(config)
         # Every rank can be planned before any process is: a head count that does not divide is refused at once.
         load_plan = prepare_rank(config, 0, preferred_tokens)
-        _refuse_small_stages(config, preferred_tokens)
+        _refuse_small_stages(config, load_plan, preferred_tokens)
         return cls._start(config, load_plan, lambda shared: WorkerProcesses(shared, size, on_death), LOOPBACK)
 
     @classmethod
@@ -74,7 +75,7 @@ class MultiprocessExecutor(Executor):
         try:
             own = replace(config, device=placement.device)
             load_plan = prepare_rank(own, 0, preferred_tokens)
-            _refuse_small_stages(own, preferred_tokens)
+            _refuse_small_stages(own, load_plan, preferred_tokens)
             return cls._start(
                 config, load_plan, lambda shared: RayWorkers(shared, placement, on_death), placement.address
             )
@@ -204,15 +205,15 @@ class MultiprocessExecutor(Executor):
         self._ranks.leave()
 
 
-def _refuse_small_stages(config: EngineConfig, preferred_tokens: int) -> None:
-    """Raise ConfigError where a pipeline stage needs more memory for its caches than is given to each."""
+def _refuse_small_stages(config: EngineConfig, first: LoadPlan, preferred_tokens: int) -> None:
+    """Raise ConfigError where a pipeline stage needs more memory for its caches than is given to each. `first`: of rank
+    0, in the first stage."""
     layout = config.layout
     if layout.pipeline > 1:
-        firsts = range(0, layout.size, layout.size // layout.pipeline)
-        ranks = (Parallel.of(layout, first) for first in firsts)
-        refuse_small_caches(
-            (resolve_load_plan(config, one, preferred_tokens=preferred_tokens) for one in ranks), config
-        )
+        step = layout.size // layout.pipeline
+        ranks = (Parallel.of(layout, rank) for rank in range(step, layout.size, step))
+        others = (resolve_load_plan(config, rank, preferred_tokens=preferred_tokens) for rank in ranks)
+        refuse_small_caches(itertools.chain([first], others), config)
 
 
 def _close_at_exit(executor: weakref.ref[MultiprocessExecutor], process: int) -> None:

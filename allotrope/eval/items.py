@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from allotrope.errors import ConfigError
+from allotrope.errors import ConfigError, refuse_options
 from allotrope.eval.options import EvalOptions
 from allotrope.eval.tasks import Example, make, task_rng
 from allotrope.text.tokenizer import Tokenizer
@@ -96,8 +96,7 @@ def make_items(options: EvalOptions, tokenizer: Tokenizer, seed: int, context: i
             )
         except ValueError as error:
             wrong.append(f"lengths={options.lengths!r}: {error}")
-    if wrong:
-        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    refuse_options(wrong)
     return Items(tasks, _text_chunks(options, tokenizer) if "text" in options.named_tasks() else None)
 
 

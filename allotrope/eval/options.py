@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from allotrope.config import option
-from allotrope.errors import ConfigError
+from allotrope.errors import refuse_options
 from allotrope.eval.tasks import TASKS
 from allotrope.output_files import file_reasons, plot_reasons
 
@@ -63,8 +63,7 @@ class EvalOptions:
             wrong.append(f"text={str(self.text)!r} is no file")
         if self.text is not None and "text" not in self.named_tasks():
             wrong.append(f"text={str(self.text)!r} is not read: tasks={self.tasks!r} leave text out")
-        if wrong:
-            raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+        refuse_options(wrong)
 
     def named_tasks(self) -> list[str]:
         """The measures asked for, in the order in which they are printed."""

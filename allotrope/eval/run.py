@@ -14,7 +14,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.multiprocess_executor import refuse_devices
 from allotrope.engine.planned_backends import planned_backends
-from allotrope.errors import ConfigError, EngineDead, InvalidRequest, ModelError
+from allotrope.errors import ConfigError, EngineDead, InvalidRequest, ModelError, refuse_options
 from allotrope.eval.answers import Answers, ask_engine
 from allotrope.eval.figures import Measured, measure
 from allotrope.eval.items import Items, make_items
@@ -92,8 +92,7 @@ def _check(config: EngineConfig, options: EvalOptions) -> None:
         locate(options.reference)
     if "two-ranks" in options.named_modes() and config.layout.size > 1:
         wrong.append(f"the mode two-ranks sets tensor_parallel_size itself; {config.layout} was given")
-    if wrong:
-        raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+    refuse_options(wrong)
     if "two-ranks" in options.named_modes():
         # Whether layers can be shared by two is known before they are loaded.
         resolve_load_plan(dataclasses.replace(config, tensor_parallel_size=2), Parallel(0, 2))

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from allotrope.config import BatchOptions, EngineConfig, ServerConfig
 from allotrope.engine.client import EngineClient
-from allotrope.errors import AllotropeError, ConfigError
+from allotrope.errors import AllotropeError, ConfigError, refuse_options
 from allotrope.output_files import file_reasons
 from allotrope.server.api import build_app
 from allotrope.server.app import load_model
@@ -220,9 +220,7 @@ def check_files(source: Path, target: Path) -> None:
     """Raise `ConfigError` if the input cannot be read, or if the output cannot be written or is none of a batch."""
     if not source.is_file():
         raise ConfigError(f"{source} is not a file.")
-    reasons = file_reasons("output", target)
-    if reasons:
-        raise ConfigError("bad options: " + "; ".join(reasons) + ".")
+    refuse_options(file_reasons("output", target))
     if target.exists() and target.resolve() == source.resolve():
         raise ConfigError(f"{target} is the input; name another file with --output.")
     if target.exists() and target.stat().st_size:

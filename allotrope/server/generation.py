@@ -7,6 +7,7 @@ must not know HTTP or any JSON form.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -178,6 +179,10 @@ class Generation:
         return [Delta(index, self._echo, tokens, echoed=True) for index in indices]
 
     def _echoed_offsets(self, ids: Sequence[int]) -> Iterator[int]:
+        if self.prompt_logprobs is None:
+            # Offsets are reported with log-probabilities alone.
+            yield from itertools.repeat(0, len(ids))
+            return
         stream = TextStream(self._tokenizer, SamplingParams())
         for token in ids:
             yield min(stream.characters, len(self._echo or ""))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from allotrope.config import option
-from allotrope.errors import ConfigError
+from allotrope.errors import refuse_options
 from allotrope.output_files import file_reasons, plot_reasons
 
 Against = Literal["auto", "stored", "transformers"]
@@ -61,8 +61,7 @@ class VerifyOptions:
             wrong.append(f"modes={self.modes!r} names {', '.join(unknown)}; allowed: {', '.join(MODES)}")
         if not all(word.strip().isdecimal() and int(word) > 0 for word in _words(self.lengths)):
             wrong.append(f"lengths={self.lengths!r}; numbers above 0, such as 1,16,17, are needed")
-        if wrong:
-            raise ConfigError("bad options: " + "; ".join(wrong) + ".")
+        refuse_options(wrong)
 
     def named_modes(self) -> list[str]:
         """The modes asked for; `chunked` stands for all chunk sizes."""
