@@ -1,10 +1,11 @@
-"""How long the ranks take to sum their parts, with the residual sum and the norm that follow.
+"""How long the ranks take to sum their parts, with the residual sum and the norm that follow, or to exchange rows.
 
-    python bench/all_reduce.py                            all GPUs of this machine
-    python bench/all_reduce.py --ranks 2 --sizes 8,32     messages of 8 and 32 KiB between two
+    python bench/all_reduce.py                                all GPUs of this machine
+    python bench/all_reduce.py --ranks 2 --sizes 8,32         messages of 8 and 32 KiB between two
+    python bench/all_reduce.py --collective reduce_scatter    8 to 65536 KiB to each rank
 
-Ours, as it chooses and by each protocol, beside NCCL's and PyTorch's symmetric memory, each followed by our norm. Every
-sum is first held against the sum in fp32. See docs/benchmarks.md for how to read the table.
+Ours, as it chooses and by each protocol, beside NCCL's and PyTorch's symmetric memory; sums are followed by our norm.
+All results are first held against those in fp32. See docs/benchmarks.md for how to read the table.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,15 @@ if __name__ == "__main__":
 
 from allotrope.kernels.symmetric_memory import Communicator, map_workspace  # noqa: E402
 from allotrope.kernels.tolerance import KINDS, compare  # noqa: E402
+from allotrope.ops.all_gather_reduce_scatter import reference as rows_reference  # noqa: E402
 from allotrope.ops.all_reduce import reference  # noqa: E402
-from allotrope.ops.all_reduce.protocol import Protocol, choose_protocol, fits  # noqa: E402
+from allotrope.ops.all_reduce.protocol import (  # noqa: E402
+    FLAT_BYTES,
+    ROWS_PROTOCOLS,
+    Protocol,
+    choose_protocol,
+    fits,
+)
 from allotrope.ops.rms_norm.reference import add_rms_norm as reference_norm  # noqa: E402
 from bench.kernels.report import environment  # noqa: E402
 
@@ -40,7 +49,8 @@ SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 655
 DTYPE, FLOOR = torch.bfloat16, 1e-3
 CALLS, REPLAYS = 50, 20
 OURS = "ours"
-Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def ways(message: Message) -> dict[str, Callable[[], Run]]:
     }
 
 
-def check(run: Run, message: Message) -> list[str]:
+def check_sum(run: Run, message: Message) -> list[str]:
     """What is wrong with the results of one run: they are held against fp32, and against those of the other ranks."""
     before = message.y.clone()
     summed, normed = (one.clone() for one in run())
@@ -118,6 +128,50 @@ def check(run: Run, message: Message) -> list[str]:
         wrong.append("the ranks have different bits")
     message.y.copy_(before)
     return wrong
+
+
+def ways_of_rows(collective: str, rank: Communicator, x: torch.Tensor) -> dict[str, Callable[[], Run]]:
+    """As `ways`, of an exchange of rows: `x`, those that this rank sends."""
+    from allotrope.ops.all_gather_reduce_scatter import triton
+
+    reduce = collective == "reduce_scatter"
+
+    def chosen() -> Run:
+        run = triton.reduce_scatter if reduce else triton.all_gather
+        return lambda: tuple(run([rank], [x]))
+
+    def by(protocol: Protocol) -> Callable[[], Run]:
+        def prepare() -> Run:
+            assert rank.workspace is not None
+            if not fits(protocol, rank.workspace.layout, blocks(rank, x, reduce), FLAT_BYTES):
+                raise ValueError("no room")
+            return lambda: tuple(triton.launch(protocol, [rank], [x], reduce=reduce))
+
+        return prepare
+
+    def group() -> Run:
+        run = rows_reference.reduce_scatter if reduce else rows_reference.all_gather
+        return lambda: tuple(run([rank], [x]))
+
+    by_protocol = {f"ours, {protocol.value}": by(protocol) for protocol in ROWS_PROTOCOLS}
+    return {OURS: chosen, **by_protocol, "NCCL": group}
+
+
+def blocks(rank: Communicator, x: torch.Tensor, reduce: bool) -> int:
+    """Of what is sent to each rank."""
+    return -(-x.nbytes // (FLAT_BYTES * (rank.size if reduce else 1)))
+
+
+def check_rows(run: Run, collective: str, rank: Communicator, x: torch.Tensor) -> list[str]:
+    """As `check_sum`."""
+    (got,) = run()
+    if collective == "all_gather":
+        (want,) = rows_reference.all_gather([rank], [x])
+        return [] if torch.equal(got, want) else ["other rows than NCCL's"]
+    exact = x.float()
+    dist.all_reduce(exact)
+    found = compare(got, exact.chunk(rank.size)[rank.rank], KINDS[DTYPE])
+    return [] if found else [str(found)]
 
 
 def time_of(run: Run, device: torch.device) -> float:
@@ -145,17 +199,24 @@ def time_of(run: Run, device: torch.device) -> float:
     return float(slowest)
 
 
-def measure(rank: Communicator, rows: int, hidden: int, device: torch.device) -> dict[str, Any]:
-    """One row of the table. Every rank calls it."""
+def measure(collective: str, rank: Communicator, rows: int, hidden: int, device: torch.device) -> dict[str, Any]:
+    """One row of the table. Every rank calls it. `rows`: of a sum, or to each rank."""
     draw = torch.Generator().manual_seed(rows)
     residual, weight = torch.randn(rows, hidden, generator=draw), torch.rand(hidden, generator=draw)
     # Small beside the residual, so that sums which NCCL rounds at every hop are within the tolerance on 8 ranks too.
-    y = torch.randn(rows, hidden, generator=draw.manual_seed(rank.rank)) / 8
-    message = Message(rank, *(one.to(device, DTYPE) for one in (y, residual)), weight.to(device))
+    sent = rows * rank.size if collective == "reduce_scatter" else rows
+    y = torch.randn(sent, hidden, generator=draw.manual_seed(rank.rank)) / 8
+    x = y.to(device, DTYPE)
+    if collective == "all_reduce":
+        message = Message(rank, x, residual.to(device, DTYPE), weight.to(device))
+        made, check = ways(message), partial(check_sum, message=message)
+    else:
+        made = ways_of_rows(collective, rank, x)
+        check = partial(check_rows, collective=collective, rank=rank, x=x)
     times: dict[str, float] = {}
     absent: dict[str, str] = {}
     wrong: dict[str, list[str]] = {}
-    for name, prepare in ways(message).items():
+    for name, prepare in made.items():
         try:
             run = prepare()
         except Exception as error:
@@ -163,16 +224,20 @@ def measure(rank: Communicator, rows: int, hidden: int, device: torch.device) ->
             absent[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             continue
         reasons: list[Any] = [None] * rank.size
-        dist.all_gather_object(reasons, check(run, message))
+        dist.all_gather_object(reasons, check(run))
         if any(reasons):
             wrong[name] = [reason for of_rank in reasons for reason in of_rank]
             continue
         # Sums in place would grow without end.
-        message.y.zero_()
+        x.zero_()
         times[name] = time_of(run, device)
-        message.y.copy_(y)
+        x.copy_(y)
     assert rank.workspace is not None
-    protocol = choose_protocol(rank.workspace.layout, rows, hidden * DTYPE.itemsize)
+    layout = rank.workspace.layout
+    if collective == "all_reduce":
+        protocol = choose_protocol(layout, rows, hidden * DTYPE.itemsize)
+    else:
+        protocol = choose_protocol(layout, blocks(rank, x, collective == "reduce_scatter"), FLAT_BYTES, ROWS_PROTOCOLS)
     found = {"rows": rows, "bytes": rows * hidden * DTYPE.itemsize, "us": times, "absent": absent, "wrong": wrong}
     return {**found, "chosen": "NCCL" if protocol is None else protocol.value}
 
@@ -190,7 +255,8 @@ def run_rank(rank: int, options: argparse.Namespace, meeting: str, out: str) -> 
     for size in options.sizes:
         with torch.inference_mode():
             communicator = Communicator(rank, options.ranks, workspace=workspace)
-            rows.append(measure(communicator, max(1, size * 1024 // row_bytes), options.hidden, device))
+            count = max(1, size * 1024 // row_bytes)
+            rows.append(measure(options.collective, communicator, count, options.hidden, device))
         if rank == 0:
             print(line(rows[-1]), flush=True)
             Path(out).write_text(json.dumps(rows))
@@ -210,12 +276,16 @@ def page(report: dict[str, Any]) -> str:
     env, rows = report["environment"], report["rows"]
     names = list(dict.fromkeys(name for row in rows for name in (*row["us"], *row["wrong"])))
     head = f"{report['ranks']} x {env['device']}, rows of {report['hidden']}, torch {env['torch']}, {env['date']}."
+    collective = report.get("collective", "all_reduce")
+    what = (
+        "the sum, the residual sum and the norm" if collective == "all_reduce" else "one call, by message to each rank"
+    )
     lines = [
-        "# All-reduce",
+        f"# {collective.replace('_', '-').capitalize()}",
         "",
         f"`{report['command']}`",
         "",
-        f"{head} µs of the sum, the residual sum and the norm.",
+        f"{head} µs of {what}.",
         "",
         f"| message | chosen | {' | '.join(names)} |",
         f"|---|---|{'---:|' * len(names)}",
@@ -233,6 +303,7 @@ def _cell(us: float | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), help="GPUs; default: all")
+    parser.add_argument("--collective", choices=COLLECTIVES, default=COLLECTIVES[0])
     parser.add_argument("--hidden", type=int, default=4096, help="numbers of a row, of bfloat16")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="KiB of a message, with commas between")
     parser.add_argument("--out", type=Path, help="path of the report without its ending; default: under bench/results/")
@@ -251,7 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = environment(torch.device("cuda"))
     command = " ".join(["python", "bench/all_reduce.py", *(sys.argv[1:] if arguments is None else arguments)])
     report = {"command": command, "environment": env, "ranks": options.ranks, "hidden": options.hidden, "rows": rows}
-    path = options.out or RESULTS / f"all_reduce_x{options.ranks}_{env['slug']}"
+    report["collective"] = options.collective
+    path = options.out or RESULTS / f"{options.collective}_x{options.ranks}_{env['slug']}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + ".json").write_text(json.dumps(report, indent=1) + "\n")
     path.with_name(path.name + ".md").write_text(page(report))

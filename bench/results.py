@@ -35,6 +35,7 @@ RESULTS = ROOT / "bench" / "results"
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy_report.page,
     "agent_trace": agent_trace.page,
+    "all_gather": all_reduce.page,
     "all_reduce": all_reduce.page,
     "cost_model": cost_model.page,
     "cpu_architectures": architectures_page,
@@ -44,6 +45,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": kernel_report.page,
     "layouts": layouts.page,
     "products": kernel_report.products_page,
+    "reduce_scatter": all_reduce.page,
     "roofline": roofline_report.roofline_page,
     "server": server_page,
 }

@@ -21,9 +21,9 @@ from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.graphs.captured import DecodeGraphs
 from allotrope.graphs.static_rows import StaticRows
 from allotrope.kernels.backend import Chooser
-from allotrope.kernels.symmetric_memory import Communicator
 from allotrope.layers.data_parallel import RankRows, gather_selected
 from allotrope.layers.draft import DraftModel
+from allotrope.layers.parallel import Parallel
 from allotrope.ops.draft_rows import (
     ADVANCE_CHAIN,
     COUNT_ACCEPTED,
@@ -62,7 +62,7 @@ class DraftRunner:
         layers: LayerPlans,
         max_drafts: int,
         chooser: Chooser,
-        data: Communicator | None = None,
+        data: Parallel | None = None,
     ) -> None:
         self.model, self.layers, self.max_drafts, self.data = model, layers, max_drafts, data
         spec = DraftRowsSpec(max_drafts)

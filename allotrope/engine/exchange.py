@@ -4,7 +4,8 @@ Owns the formulas of collectives; bandwidths and latencies are the chip's figure
 
     all-reduce of m bytes over n ranks of a host   latency + the protocol that is estimated fastest, up to 8 ranks
                                                    latency + 2 (n - 1) m / (n b) by NCCL or RCCL
-    all-gather, reduce-scatter of m bytes in all   latency + (n - 1) m / (n b) by NCCL or RCCL
+    all-gather, reduce-scatter of m bytes in all   latency + a protocol of m / n bytes, up to 8 ranks and 16 MiB
+                                                   latency + (n - 1) m / (n b) by NCCL or RCCL
     over h hosts                                   the same within each host, then between them over r network adapters
 """
 
@@ -14,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from allotrope.kernels.chip_figures import ChipFigures, Link
-from allotrope.kernels.symmetric_memory import MAX_RANKS
-from allotrope.ops.all_reduce.protocol import Protocol, estimate
+from allotrope.kernels.symmetric_memory import MAX_BYTES, MAX_RANKS
+from allotrope.ops.all_reduce.protocol import ROWS_PROTOCOLS, Protocol, estimate
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
 
@@ -57,7 +58,9 @@ class Exchange:
             return way.latency.value + self.bytes / way.bandwidth.value
         passes, inside = (2 if self.name == ALL_REDUCE else 1), self.ranks // self.hosts
         if self.name == ALL_REDUCE and self.hosts == 1 and self.ranks <= MAX_RANKS:
-            return link.latency.value + _fastest(link, self.ranks, self.bytes)
+            return link.latency.value + _fastest(link, self.ranks, self.bytes, Protocol)
+        if self.hosts == 1 and self.ranks <= MAX_RANKS and self.bytes <= 2 * MAX_BYTES:
+            return link.latency.value + _fastest(link, self.ranks, self.bytes // self.ranks, ROWS_PROTOCOLS)
         latency = link.library_latency.value if inside > 1 else 0.0
         seconds = latency + passes * (inside - 1) / inside * self.bytes / link.bandwidth.value
         if self.hosts == 1 or network is None:
@@ -67,10 +70,10 @@ class Exchange:
         return seconds + across + network.latency.value
 
 
-def _fastest(link: Link, ranks: int, size: int) -> float:
-    """Seconds beyond the latency, of our own sum over the ranks."""
+def _fastest(link: Link, ranks: int, size: int, among: Iterable[Protocol]) -> float:
+    """Seconds beyond the latency, of our own kernels by one of these protocols."""
     bytes_per_us = link.bandwidth.value / 1e6
-    return min(estimate(protocol, ranks, size, bytes_per_us) for protocol in Protocol) / 1e6
+    return min(estimate(protocol, ranks, size, bytes_per_us) for protocol in among) / 1e6
 
 
 def total_seconds(exchanges: Iterable[Exchange], figures: ChipFigures) -> float:

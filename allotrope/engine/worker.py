@@ -71,8 +71,7 @@ class Worker:
             torch.cuda.set_device(device)
         layout = load_plan.build.parallel.layout
         load_plan = load_plan.with_peers(ranks.join(device, layout))
-        if (workspace := load_plan.build.parallel.workspace) is not None:
-            ranks.aborts.append(workspace.abort)
+        ranks.aborts.extend(workspace.abort for workspace in load_plan.build.parallel.workspaces)
         if layout.pipeline > 1 and device.type == "cpu" and planned is None:
             # Each stage has caches of its own.
             planned = plan_caches(load_plan, config)

@@ -8,18 +8,22 @@ Owns the exchange of rows before and after what the ranks of a stage share. Must
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from allotrope.kernels.symmetric_memory import Communicator
-from allotrope.kernels.warmup import warming_up
 
-# By their names of today; older versions of PyTorch have the second.
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+class Ranks(Protocol):
+    """This one of several ranks, and their collectives over as many rows of each."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def reduce_scatter(self, y: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class RankRows:
     that a captured step can do it.
     """
 
-    data: Communicator
+    data: Ranks
     counts: tuple[int, ...]
 
     @property
@@ -46,13 +50,7 @@ class RankRows:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [own, ...]. Returns the rows of all ranks [sum of counts, ...], in the order of the ranks."""
         most = max(self.counts)
-        sent = _padded(x.contiguous(), most)
-        out = x.new_empty(most * len(self.counts), *x.shape[1:])
-        if warming_up():
-            # Each rank warms up by itself.
-            out.view(len(self.counts), *sent.shape).copy_(sent)
-        else:
-            _all_gather(out, sent, group=self.data.group)
+        out = self.data.all_gather(_padded(x, most))
         if min(self.counts) == most:
             return out
         return torch.cat([part[:count] for part, count in zip(out.split(most), self.counts, strict=True)])
@@ -63,12 +61,7 @@ class RankRows:
         most = max(self.counts)
         if min(self.counts) < most:
             y = torch.cat([_padded(part, most) for part in y.split(list(self.counts))])
-        out = y.new_empty(most, *y.shape[1:])
-        if warming_up():
-            out.copy_(y[:most])
-        else:
-            _reduce_scatter(out, y.contiguous(), group=self.data.group)
-        return out[: self.own]
+        return self.data.reduce_scatter(y)[: self.own]
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -78,7 +71,7 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
-def gather_selected(data: Communicator, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def gather_selected(data: Ranks, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """As `RankRows.gather`, of ranks that may have no rows."""
     if not sum(counts):
         return x

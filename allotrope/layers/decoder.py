@@ -19,6 +19,7 @@ from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.stage import Stage, StageLayers
 from allotrope.layers.step import LayerStep, Step
+from allotrope.ops.all_gather_reduce_scatter import ALL_GATHER, REDUCE_SCATTER
 from allotrope.ops.all_reduce import ALL_REDUCE
 
 
@@ -58,9 +59,12 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
         self.spec, self.chooser, self.parallel = spec, build.chooser, build.parallel
+        # Layers sum and exchange by them through `Parallel`.
         if build.parallel.size > 1:
-            # Layers sum by it through `Parallel`.
             build.chooser.choose(ALL_REDUCE, build.parallel.all_reduce_spec(spec.hidden, build.dtype))
+        if build.parallel.data is not None:
+            for op in (ALL_GATHER, REDUCE_SCATTER):
+                build.chooser.choose(op, build.parallel.data.all_reduce_spec(spec.hidden, build.dtype))
         vocabulary, of_head = build.at("embedding"), build.at_stage("head")
         if spec.tied and of_head.parallel is not build.parallel:
             # Cut among other ranks than the embedding, the head could not share its table.

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from allotrope.kernels.backend import Chooser
-from allotrope.kernels.symmetric_memory import Communicator, map_workspace
+from allotrope.kernels.symmetric_memory import Communicator, Workspace, map_workspace
 from allotrope.kernels.tiles import cdiv
 from allotrope.kernels.warmup import warming_up
-from allotrope.layers.data_parallel import RankRows
 from allotrope.layers.stage_links import StageLinks
+from allotrope.ops.all_gather_reduce_scatter import ALL_GATHER, REDUCE_SCATTER
+from allotrope.ops.all_gather_reduce_scatter import reference as rows_reference
 from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, reference
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES
 from allotrope.rank_layout import RankLayout, RankPosition
@@ -47,20 +48,23 @@ class ProcessGroups:
 class Parallel(Communicator):
     """A rank that cuts its shards and sums its parts. A warm-up enters no collective: each rank warms up by itself.
 
-    As a rank of a model it stands for its tensor-parallel group, which shares attention. `all_ranks_sample`: whether
-    every rank needs the logits whole, or only rank 0. `sum`: the backend of `ALL_REDUCE`. `layout`: of all ranks;
-    default: these alone. `world_rank`: this one's number among all; default: `rank`. `stage`: the ranks that share its
-    feed-forward blocks and vocabulary, None where they are the same. `data`: those with the same share of attention,
-    for other requests; None where there are none. `sized_by`: the options that set `size`, for errors. `links`: to the
-    other pipeline stages, once the ranks have joined; None where there are none.
+    As a rank of a model it stands for its tensor-parallel group, which shares attention. `all_ranks_sample`:
+    whether every rank needs the logits whole, or only rank 0. `sum`, `gather`, `scatter`: the backends of
+    `ALL_REDUCE`, `ALL_GATHER` and `REDUCE_SCATTER`. `layout`: of all ranks; default: these alone. `world_rank`:
+    this one's number among all; default: `rank`. `stage`: the ranks that share its feed-forward blocks and
+    vocabulary, None where they are the same. `data`: those with the same share of attention, for other requests;
+    None where there are none. `sized_by`: the options that set `size`, for errors. `links`: to the other pipeline
+    stages, once the ranks have joined; None where there are none.
     """
 
     all_ranks_sample: bool = False
     sum: Callable[..., list[torch.Tensor]] = field(default=reference.all_reduce, compare=False)
+    gather: Callable[..., list[torch.Tensor]] = field(default=rows_reference.all_gather, compare=False)
+    scatter: Callable[..., list[torch.Tensor]] = field(default=rows_reference.reduce_scatter, compare=False)
     layout: RankLayout = _SHARE_LAYERS
     world_rank: int = -1
     stage: Parallel | None = None
-    data: Communicator | None = None
+    data: Parallel | None = None
     sized_by: str = "tensor_parallel_size"
     links: StageLinks | None = field(default=None, compare=False)
 
@@ -80,7 +84,8 @@ class Parallel(Communicator):
         in_stage = position.dp_rank * layout.tensor + position.tp_rank
         sized_by = "data_parallel_size * tensor_parallel_size"
         stage = Parallel(in_stage, layout.stage_size, layout=layout, world_rank=rank, sized_by=sized_by)
-        return dataclasses.replace(own, stage=stage, data=Communicator(position.dp_rank, layout.data))
+        data = Parallel(position.dp_rank, layout.data, layout=layout, world_rank=rank)
+        return dataclasses.replace(own, stage=stage, data=data)
 
     def joined(self, groups: ProcessGroups) -> Parallel:
         """The same rank once the ranks have joined."""
@@ -132,14 +137,24 @@ class Parallel(Communicator):
                 dist.gather(logits, parts, group=self.group, group_dst=0)
         return logits if parts is None else torch.cat(parts, dim=-1)
 
-    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows`: [n, ...], as many on every rank. Returns those of all ranks [size * n, ...], in their order."""
-        return RankRows(self, (len(rows),) * self.size).gather(rows)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [T, ...], as many rows on every rank. Returns those of all ranks [size * T, ...], in their order."""
+        return x if self.size == 1 else self.gather((self,), (x,))[0]
+
+    def reduce_scatter(self, y: torch.Tensor) -> torch.Tensor:
+        """`y`: [size * T, ...], this rank's part of a sum over the ranks. Returns the sum of this rank's rows."""
+        return y if self.size == 1 else self.scatter((self,), (y,))[0]
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Make `x` that of rank 0 on every rank."""
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=0)
+
+    @property
+    def workspaces(self) -> list[Workspace]:
+        """The memory of its groups."""
+        groups = [one for one in (self, self.stage, self.data) if one is not None]
+        return list(dict.fromkeys(one.workspace for one in groups if one.workspace is not None))
 
     def split(self, what: str, units: int) -> int:
         """Units (heads, columns) per rank; raises ValueError where `units` cannot be shared or replicated evenly."""
@@ -161,22 +176,40 @@ class Parallel(Communicator):
 def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: int, device: torch.device) -> Parallel:
     """The same rank with memory that its peers write into, where the chip has it; says in the log what sums the parts.
 
-    Every rank calls it once the process group is there. `dtype`, `size`: of the rows of hidden states.
+    Every rank calls it once the process groups are there. `dtype`, `size`: of the rows of hidden states.
     """
-    if parallel.size == 1:
-        return parallel
-    chosen = chooser.choose(ALL_REDUCE, parallel.all_reduce_spec(size, dtype))
+    mapped = _map_group(parallel, chooser, dtype, size, device)
+    if mapped.data is None or mapped.stage is None:
+        return mapped
+    data = _map_group(mapped.data, chooser, dtype, size, device)
+    if data.size < mapped.stage.size:
+        stage = _map_group(mapped.stage, chooser, dtype, size, device)
+    else:
+        # The same ranks in the same order.
+        stage = dataclasses.replace(mapped.stage, workspace=data.workspace, unreachable=data.unreachable, sum=data.sum)
+    return dataclasses.replace(mapped, stage=stage, data=data)
+
+
+def _map_group(group: Parallel, chooser: Chooser, dtype: torch.dtype, size: int, device: torch.device) -> Parallel:
+    """As `map_peers`, of the ranks of one group."""
+    if group.size == 1:
+        return group
+    spec = group.all_reduce_spec(size, dtype)
+    chosen = chooser.choose(ALL_REDUCE, spec)
     if ALL_REDUCE.name in chooser.wanted and chosen.name != "triton":
-        return dataclasses.replace(parallel, unreachable=(f"{ALL_REDUCE.name}={chosen.name} was asked for",))
+        return dataclasses.replace(group, unreachable=(f"{ALL_REDUCE.name}={chosen.name} was asked for",))
     if chosen.name != "triton":
-        return parallel
+        return group
     row_bytes = max(size * dtype.itemsize, FLAT_BYTES)
-    workspace, reasons = map_workspace(parallel.rank, parallel.size, parallel.group, device, row_bytes)
+    workspace, reasons = map_workspace(group.rank, group.size, group.group, device, row_bytes)
     if workspace is None:
         log.warning("parts are summed by the process group: %s", "; ".join(reasons))
-        return dataclasses.replace(parallel, unreachable=reasons)
+        return dataclasses.replace(group, unreachable=reasons)
     log.info("parts are summed through %.1f MB of peer memory", workspace.layout.bytes / 1e6)
-    return dataclasses.replace(parallel, workspace=workspace, sum=chosen.run)
+    # The layers that exchange rows say so in the log.
+    silent = Chooser(chooser.chip, chooser.wanted)
+    gather, scatter = (silent.choose(one, spec).run for one in (ALL_GATHER, REDUCE_SCATTER))
+    return dataclasses.replace(group, workspace=workspace, sum=chosen.run, gather=gather, scatter=scatter)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,15 @@ def test_a_large_sum_is_shared_and_all_others_are_the_librarys() -> None:
     found = Exchange(ALL_REDUCE, "mixers", 1, size, 8).seconds(H200)
     assert found == pytest.approx(6.4e-6 + 2 * 7 / 8 * size / LINK + 2 * SYNC_US * 1e-6)
     for name in (ALL_GATHER, REDUCE_SCATTER):
-        assert Exchange(name, "rows", 3, 4096, 4).seconds(H200) == pytest.approx(3 * (NCCL + 3 / 4 * 4096 / LINK))
+        assert Exchange(name, "rows", 3, size, 4).seconds(H200) == pytest.approx(3 * (NCCL + 3 / 4 * size / LINK))
+
+
+def test_few_rows_go_through_peer_memory() -> None:
+    for name in (ALL_GATHER, REDUCE_SCATTER):
+        found = Exchange(name, "rows", 3, 4096, 4).seconds(H200)
+        assert found == pytest.approx(3 * (6.4e-6 + 2 * 3 * 1024 / LINK))
+        found = Exchange(name, "rows", 1, 1 << 23, 4).seconds(H200)
+        assert found == pytest.approx(6.4e-6 + 3 * (1 << 21) / LINK + SYNC_US * 1e-6)
 
 
 def test_hosts_are_crossed_by_every_rank_with_its_part() -> None:

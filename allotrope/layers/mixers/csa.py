@@ -93,7 +93,7 @@ class CsaMixer(Mixer):
         if self.spec.indexer is not None:
             assert keys is not None
             index_q = queries[1].unflatten(-1, (-1, self.spec.indexer.head_dim))
-            index = IndexInputs(index_q, projected[2], keys, self.parallel.gather_rows)
+            index = IndexInputs(index_q, projected[2], keys, self.parallel.all_gather)
         inputs = CsaInputs(
             queries[0].unflatten(-1, (-1, self.spec.head_dim)),
             projected[1],

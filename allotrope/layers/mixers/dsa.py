@@ -119,4 +119,4 @@ class Indexer(nn.Module):
         norm = LayerNorm(self.k_norm_weight, self.k_norm_bias, self.eps)
         # The weights are fp32: terms of both signs cancel, and small differences decide the top-k.
         head_weights = weights.float() * self.heads**-0.5
-        return IndexInputs(q, k, head_weights, norm, rotation, self._rope, self.parallel.gather_rows)
+        return IndexInputs(q, k, head_weights, norm, rotation, self._rope, self.parallel.all_gather)

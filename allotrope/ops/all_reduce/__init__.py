@@ -21,7 +21,7 @@ from allotrope.ops.all_reduce import reference
 
 # Longer rows do not fit into the registers of a block.
 MAX_SIZE = 8192
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def _triton_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
     reasons = [*needs_triton(spec, chip), *spec.unreachable]
     if not reasons:
         reasons += symmetric_memory_reasons(spec.ranks)
-    if spec.dtype not in _DTYPES:
-        reasons.append(f"dtype={spec.dtype} (needs one of {', '.join(map(str, _DTYPES))})")
+    if spec.dtype not in SUMMED_DTYPES:
+        reasons.append(f"dtype={spec.dtype} (needs one of {', '.join(map(str, SUMMED_DTYPES))})")
     if spec.size > MAX_SIZE:
         reasons.append(f"size={spec.size} (needs {MAX_SIZE} or less)")
     return reasons

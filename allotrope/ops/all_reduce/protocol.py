@@ -11,6 +11,7 @@ compiled, and starts would differ from each other. `bench/all_reduce.py` times e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 from allotrope.kernels.symmetric_memory import Layout
@@ -32,6 +33,10 @@ class Protocol(Enum):
     TWO_SHOT = "two-shot"
 
 
+ROWS_PROTOCOLS = (Protocol.LL, Protocol.ONE_SHOT)
+"""Of messages that are not summed for all ranks: gathers and reduce-scatters."""
+
+
 def fits(protocol: Protocol, layout: Layout, rows: int, row_bytes: int) -> bool:
     """Whether a message of `rows` rows has room."""
     if protocol is Protocol.LL:
@@ -51,7 +56,9 @@ def estimate(protocol: Protocol, ranks: int, size: int, bytes_per_us: float = BY
     return 2 * sent / ranks + 2 * SYNC_US
 
 
-def choose_protocol(layout: Layout, rows: int, row_bytes: int) -> Protocol | None:
-    """The protocol of a message; None: its rows are longer than any that there is room for."""
-    possible = [one for one in Protocol if fits(one, layout, rows, row_bytes)]
+def choose_protocol(
+    layout: Layout, rows: int, row_bytes: int, among: Iterable[Protocol] = tuple(Protocol)
+) -> Protocol | None:
+    """The protocol of a message, one of `among`; None: there is no room by any of them."""
+    possible = [one for one in among if fits(one, layout, rows, row_bytes)]
     return min(possible, key=lambda one: estimate(one, layout.ranks, rows * row_bytes), default=None)

@@ -162,7 +162,7 @@ def launch_phases(
     constants: dict[str, Any] = {"PUSH": whole or phases[0] % 2 == 0, "FINISH": whole or phases[0] % 2 == 1}
     constants |= {**launched, "RANKS": layout.ranks, "SIZE": size}
     threads = launched["num_warps"] * chip.warp_size
-    constants["AT_ONCE"] = _at_once(protocol, layout.ranks, size * x.element_size(), threads)
+    constants["AT_ONCE"] = at_once(protocol, layout.ranks, size * x.element_size(), threads)
     if norm is None:
         tensors, x_stride, residual_stride, floor = (x,) * 4, size, 0, 0.0
         constants |= {"NORM": False, "INNER": False, "SCALE": False}
@@ -211,7 +211,7 @@ def config(chip: Chip, size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": num_warps, "num_stages": 1}
 
 
-def _at_once(protocol: Protocol, ranks: int, row_bytes: int, threads: int) -> int:
+def at_once(protocol: Protocol, ranks: int, row_bytes: int, threads: int) -> int:
     """A divisor of `ranks`: parts of so many are loaded together by `threads`."""
     # Words of LL are twice as long, and two-shot's programs are to have few registers.
     registers = cdiv(next_power_of_2(row_bytes), 4 * threads) * (1 if protocol is Protocol.ONE_SHOT else 2)
@@ -243,7 +243,7 @@ def released(chip: Chip) -> list[Specialization]:
             signature |= dict.fromkeys(("numbers", "x_stride", "residual_stride", "part", "chunk", "arena"), "i32:16")
             signature |= dict.fromkeys(("flags", "arenas", "lanes", "row_bytes"), "i32:16") | {"floor": "fp32"}
             row_bytes = size * (4 if dtype == "*fp32" else 2)
-            constants["AT_ONCE"] = _at_once(protocol, ranks, row_bytes, launched["num_warps"] * chip.warp_size)
+            constants["AT_ONCE"] = at_once(protocol, ranks, row_bytes, launched["num_warps"] * chip.warp_size)
             if protocol is not Protocol.LL:
                 constants["RANKS_BLOCK"] = next_power_of_2(ranks)
             if protocol is Protocol.TWO_SHOT:

@@ -11,7 +11,7 @@ from allotrope.ops.all_reduce.triton_row import finish_row, given_up, norm_opera
 
 
 @triton.jit
-def _half(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+def half(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
     """The lower or upper 16 bits of each word, a number of DTYPE, in fp32."""
     return (words >> SHIFT).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
@@ -91,8 +91,8 @@ def ll_kernel(
                     if PACK == 1:
                         low += got.to(tl.int32).to(tl.float32, bitcast=True)
                     else:
-                        low += _half(got, 0, DTYPE)
-                        high += _half(got, 16, DTYPE)
+                        low += half(got, 0, DTYPE)
+                        high += half(got, 16, DTYPE)
             pending = tl.max((late != 0).to(tl.int32), axis=0)
             if given_up(abort, polls):
                 pending = 0
