@@ -28,8 +28,6 @@ MOST_TOKENS = _SIZES[-1]
 # Graphs of 25 sizes, up to 3584 tokens, of Qwen3-235B on two H200s took 1.12 GB with 8 layers and 1.70 with 94, where
 # an eager step of 3584 tokens takes 0.45: so many times that in the memory that all share, and bytes of each graph.
 _POOL, _GRAPH_BYTES = 2.5, 300_000
-# A step waits for the host where launching it takes so much of its time.
-_LAUNCHING = 0.8
 
 
 def prefill_sizes(max_tokens: int) -> list[int]:
@@ -103,15 +101,16 @@ class PiecewiseGraphs(Graphs[_Pieces]):
                 piece.out[tokens:].zero_()
         found.last.replay()
 
-    def run_timed(self, size: int, step: Step) -> bool:
-        """Run the body eagerly, so that the size can be captured. Returns whether the device waited for the host."""
+    def run_timed(self, size: int, step: Step) -> float:
+        """Run the body eagerly, so that the size can be captured. Returns how much of the time launching took: near 1
+        where the device waited for the host."""
         torch.cuda.synchronize(self._device)
         started = time.perf_counter()
         with self._on_stream():
             self._body(size, self._attending(size, step))
         launched = time.perf_counter()
         torch.cuda.synchronize(self._device)
-        return launched - started > _LAUNCHING * (time.perf_counter() - started)
+        return (launched - started) / (time.perf_counter() - started)
 
     def _attending(self, size: int, step: Step) -> Attend:
         """Attention of the true rows, at once."""

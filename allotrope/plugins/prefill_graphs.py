@@ -1,8 +1,10 @@
 """Steps with prompts inside a host, in piecewise CUDA graphs: launching a layer takes a host longer than a GPU needs to
 compute a few hundred tokens of it.
 
-A size is captured behind the second step that has it, where the device waited for the host, and replayed from the third
-on. Must not know which host it is.
+A size is captured behind the second step that has it, and replayed from the third on: by every step of up to so many
+tokens where the device waited for the host, and elsewhere by those that are as long, which lose nothing to padding. A
+host that prepares a step when the one before has ended lets the device wait for the first kernels of each. Must not
+know which host it is.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from allotrope.ops.rope import RopeTables
 # Hosts prepare a step while the one before is computed, with the Python that launches it: longer steps wait than in our
 # engine. In chunks of 8192 tokens SGLang took 28 to 38 ms for 8 layers of Qwen3-Next, whose kernels take 22.
 SIZES = (*prefill_sizes(MOST_TOKENS), 5120, 6144, 7168, 8192)
+# A step waits for the host where launching takes so much of its time, and gains nothing worth a graph where it takes so
+# little.
+_WAITS, _GAINS = 0.8, 0.1
+# Tokens of a step that is as long as its size, to these.
+_FULL = 0.98
 # What a host has left free on the device stays free: it allocates there itself.
 _FREE_BYTES = 2 << 30
 
@@ -37,7 +44,10 @@ class PrefillGraphs:
         self._captures = wanted and build.parallel.size == 1 and build.device.type == "cuda"
         # The most tokens of a step that may wait for the host.
         self._most = SIZES[-1]
+        # Sizes of which a step ran, of which steps wait, and of which not even those gain that need no padding.
         self._ran: set[int] = set()
+        self._waiting: set[int] = set()
+        self._busy: set[int] = set()
         self._buffers: PrefillBuffers | None = None
         self.graphs: PiecewiseGraphs | None = None
 
@@ -49,22 +59,33 @@ class PrefillGraphs:
         if (self._captures or self.graphs is not None) and tokens <= SIZES[-1] and not captured:
             buffers, graphs = self._static()
             size = graphs.padded(tokens)
-            if size in graphs.captured or (self._captures and size <= self._most):
+            full = tokens >= _FULL * size
+            if size in graphs.captured:
+                static = full or size in self._waiting
+            else:
+                static = self._captures and (size <= self._most or (full and size not in self._busy))
+            if static:
                 buffers.refresh(step.ids, step.batch.positions, size)
-                self._run(graphs, size, step)
+                self._run(graphs, size, step, full=full)
                 return buffers.kept(tokens)[0]
         hidden: torch.Tensor = self._decoder(step)
         return hidden
 
-    def _run(self, graphs: PiecewiseGraphs, size: int, step: Step) -> None:
+    def _run(self, graphs: PiecewiseGraphs, size: int, step: Step, *, full: bool) -> None:
         if size in graphs.captured or size not in self._ran:
             self._ran.add(size)
             graphs.run(size, step)
-        elif graphs.run_timed(size, step):
-            self._capture(graphs, size)
+            return
+        launching = graphs.run_timed(size, step)
+        if launching > _WAITS:
+            self._waiting.add(size)
         else:
             # Nor will longer ones wait.
-            self._most = max((one for one in graphs.sizes if one < size), default=0)
+            self._most = min(self._most, max((one for one in graphs.sizes if one < size), default=0))
+        if launching > (_GAINS if full else _WAITS):
+            self._capture(graphs, size)
+        elif full:
+            self._busy.add(size)
 
     def _static(self) -> tuple[PrefillBuffers, PiecewiseGraphs]:
         """Made with the first step."""

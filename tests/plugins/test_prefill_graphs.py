@@ -65,10 +65,11 @@ class Never(set[int]):
 
 
 class Graphs:
-    """Stands for graphs of sizes 16 and 32, of which `waits` wait for the host."""
+    """Stands for graphs of sizes 16 and 32, of which `waits` wait for the host. `launching`: how much of the time of
+    the others that takes."""
 
-    def __init__(self, waits: set[int], fails: bool = False) -> None:
-        self.sizes, self.waits, self.fails = [16, 32], waits, fails
+    def __init__(self, waits: set[int], fails: bool = False, launching: float = 0.05) -> None:
+        self.sizes, self.waits, self.fails, self.launching = [16, 32], waits, fails, launching
         self.captured: list[int] = []
         self.ran: list[str] = []
         self.warnings: list[str] = []
@@ -79,9 +80,9 @@ class Graphs:
     def run(self, size: int, step: object) -> None:
         self.ran.append(f"{'replay' if size in self.captured else 'eager'} {size}")
 
-    def run_timed(self, size: int, step: object) -> bool:
+    def run_timed(self, size: int, step: object) -> float:
         self.ran.append(f"timed {size}")
-        return size in self.waits
+        return 0.95 if size in self.waits else self.launching
 
     def capture(self, size: int) -> None:
         if self.fails:
@@ -133,13 +134,29 @@ def test_a_size_that_keeps_the_device_busy_runs_unpadded_from_then_on(monkeypatc
     assert ran == ["eager 32", "timed 32", "eager 16", "timed 16", "plain 9", "replay 32"]
 
 
+def test_a_step_as_long_as_its_size_is_replayed_where_launching_takes_a_part_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = steps_of(Graphs({16}, launching=0.3), (32, 32, 32, 30, 9, 9, 9, 32), 1 << 40, monkeypatch)
+    assert ran == [
+        *("eager 32", "timed 32", "replay 32", "plain 30"),
+        *("eager 16", "timed 16", "replay 16", "replay 32"),
+    ]
+    # One that a padded step has measured is captured with the next one that is as long as it.
+    ran = steps_of(Graphs(set(), launching=0.3), (30, 30, 32, 32, 30), 1 << 40, monkeypatch)
+    assert ran == ["eager 32", "timed 32", "timed 32", "replay 32", "plain 30"]
+    # Where it takes next to none, no graph is worth its memory.
+    ran = steps_of(Graphs(set()), (32, 32, 32, 16, 16, 16), 1 << 40, monkeypatch)
+    assert ran == ["eager 32", "timed 32", "plain 32", "eager 16", "timed 16", "plain 16"]
+
+
 @pytest.mark.parametrize(("free", "fails", "why"), [(1 << 30, False, "little memory"), (1 << 40, True, "no room")])
 def test_without_room_no_size_more_is_captured(
     free: int, fails: bool, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = Graphs({16, 32}, fails)
     graphs.captured.append(16)
-    ran = steps_of(graphs, (30, 30, 30, 9), free, monkeypatch)
+    ran = steps_of(graphs, (30, 30, 30, 16), free, monkeypatch)
     assert ran == ["eager 32", "timed 32", "plain 30", "replay 16"]
     (warning,) = graphs.warnings
     assert "no more prefill graphs" in warning and why in warning
