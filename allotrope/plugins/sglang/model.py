@@ -37,6 +37,7 @@ from allotrope.plugins.prefill_graphs import PrefillGraphs
 from allotrope.plugins.sglang import PLAIN, STATEFUL
 from allotrope.plugins.sglang.config import KV_DTYPES, HostedConfig, read_overrides
 from allotrope.plugins.sglang.memory import CacheMemory
+from allotrope.plugins.sglang.request_tables import RequestTables
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
@@ -49,15 +50,6 @@ def _build(args: Any, options: dict[str, Any]) -> Build:
     dtype, device = torch.get_default_dtype(), torch.empty(0).device
     types = (dtype, KV_DTYPES.get(args.kv_cache_dtype, dtype), DTYPES[args.mamba_ssm_dtype or "float32"])
     return hosted_build("SGLang", get_tp_group(), options, device, types)
-
-
-@dataclass
-class _Pools:
-    """SGLang's pools. `kv`: of entries. `requests`: of requests, with the entries and the state of each."""
-
-    kv: Any
-    requests: Any
-    context: int
 
 
 @dataclass
@@ -128,10 +120,7 @@ class HostedModel(nn.Module):
         wanted = not (args.disable_cuda_graph or args.disable_prefill_cuda_graph)
         self.prefill = PrefillGraphs(self.decoder, self.build, self._tables, log, wanted=wanted)
         self._views: list[CacheViews] = []
-        # Copies of SGLang's tables, which captured steps read.
-        self._pages: torch.Tensor
-        self._states: torch.Tensor
-        self._pools: _Pools
+        self._requests: RequestTables
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
         self._warmed_up: set[Kind] = set()
@@ -145,18 +134,11 @@ class HostedModel(nn.Module):
             raise ConfigError(
                 f"decode steps run without CUDA graphs: {'; '.join(reasons)}. Add --disable-decode-cuda-graph."
             )
-        columns = -(-self._pools.context // self._pools.kv.page_size)
-        self._pages = torch.zeros(max_requests, columns, dtype=torch.int32, device=self.build.device)
-        self._states = torch.zeros(max_requests, dtype=torch.int32, device=self.build.device)
+        self._requests.prepare_graphs(max_requests)
 
     def copy_tables(self, forward_batch: Any) -> None:
         """Copy what SGLang's tables say of a captured step's requests, padding included, to where the graph reads."""
-        requests, seen = forward_batch.req_pool_indices, forward_batch.seq_lens_cpu
-        longest = self._pools.context if seen is None else max(int(seen.max()), 1)
-        pages = self._page_table(requests, longest)
-        self._pages[: len(requests), : pages.shape[1]] = pages
-        if self.memory.state_bytes:
-            self._states[: len(requests)] = self._pools.requests.get_mamba_indices(requests)
+        self._requests.copy(forward_batch.req_pool_indices, self._longest(forward_batch))
 
     def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
@@ -168,7 +150,7 @@ class HostedModel(nn.Module):
         found = iter(planes)
         own = [{name: next(found) for name in caches} for caches in self._caches]
         self._views = [own[owner] for owner in self._owners]
-        self._pools = _Pools(kv_pool, request_pool, context)
+        self._requests = RequestTables(kv_pool, request_pool, context, keeps_states=states is not None)
         log.info(
             "allotrope: caches in SGLang's pools: %d bytes a token in pages of %d, %d bytes of states a sequence",
             kv_pool.get_key_buffer(0)[0].nbytes + kv_pool.get_value_buffer(0)[0].nbytes,
@@ -240,7 +222,7 @@ class HostedModel(nn.Module):
             raise ConfigError(
                 "Allotrope's models plan steps with prompts on the host. Add --disable-prefill-cuda-graph."
             )
-        longest = self._pools.context if captured or seen is None else max(int(seen.max()), 1)
+        longest = self._requests.context if captured else self._longest(forward_batch)
         starts = torch.tensor([0, *new]).cumsum(0)
         # On the device it is read of decodes alone.
         numbers = starts if self._numbers is None else self._numbers[: count + 1].int()
@@ -248,25 +230,22 @@ class HostedModel(nn.Module):
 
     def _indices(self, forward_batch: ForwardBatch, batch: BatchLayout, order: Order) -> dict[bool, CacheIndex]:
         """Where entries of tokens (False) and states (True) of the step's requests lie."""
-        pools, requests = self._pools, forward_batch.req_pool_indices
-        size, slots = pools.kv.page_size, forward_batch.out_cache_loc
+        requests, slots, captured = forward_batch.req_pool_indices, forward_batch.out_cache_loc, self._is_captured()
+        size = self._requests.page_size
         if batch.static_tensors is not None:
             # SGLang has padding rows of a captured step write slot 0. In ours the null page stays empty.
             slots = torch.where(slots >= size, slots, -1)
-        count = batch.num_requests
-        pages = self._pages[:count] if self._is_captured() else self._page_table(requests, max(batch.seq_lens))
+        pages = self._requests.pages(requests, max(batch.seq_lens), captured=captured)
         found: dict[bool, CacheIndex] = {False: rows_index(batch, order, pages, slots, size)}
         if self.memory.state_bytes:
-            states = self._states[:count] if self._is_captured() else pools.requests.get_mamba_indices(requests)
-            states = states[order.requests]
+            states = self._requests.states(requests, captured=captured)[order.requests]
             found[True] = SlotIndex(states if batch.static_tensors is not None else states.long())
         return found
 
-    def _page_table(self, requests: torch.Tensor, longest: int) -> torch.Tensor:
-        """[B, W] int32 pages of the first `longest` tokens."""
-        size = self._pools.kv.page_size
-        # A table of slots: every page's first one says which page it is.
-        return self._pools.requests.req_to_token[:, :longest:size][requests] // size
+    def _longest(self, forward_batch: Any) -> int:
+        """The most tokens of a request of the step, this step's among them."""
+        seen = forward_batch.seq_lens_cpu
+        return self._requests.context if seen is None else max(int(seen.max()), 1)
 
     def _is_captured(self) -> bool:
         """Whether the step is captured, or warms the kernels of one up that is."""
