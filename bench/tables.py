@@ -7,9 +7,9 @@
 A table is a file of bench/engine/tables: models, commands of bench/engine.py, and the engines' options. Models are
 dealt to the GPUs; with `spread`, a GPU that is free takes the next command. On each GPU they load side by side as far
 as they fit, and one at a time is measured while the others stand still; on several GPUs nothing loads meanwhile. Each
-GPU's commands have CPUs of their own. An engine that was stopped while it loaded has no time to start in the table, nor
-has one that found compiled kernels of another (`shared_caches`). Results of models that are not measured again stay in
-the file.
+GPU's commands have cores of their own. An engine that was stopped while it loaded has no time to start in the table,
+nor has one that found compiled kernels of another (`shared_caches`). Results of models that are not measured again
+stay in the file.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +224,7 @@ def run(
         waiting = [turns_of(table.models)] * len(groups)
     else:
         waiting = [turns_of(table.models[number :: len(groups)]) for number in range(len(groups))]
-    cores = sorted(os.sched_getaffinity(0))
+    cores = by_core(os.sched_getaffinity(0))
     gigabytes = options.gpu_gigabytes or memory_of(options.gpus[0])
     found: dict[str, bool] = {}
 
@@ -234,6 +235,17 @@ def run(
     with ThreadPoolExecutor(len(groups)) as pool:
         list(pool.map(measure, range(len(groups))))
     return found
+
+
+def by_core(cpus: Iterable[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """The CPUs with threads of one core beside each other: else engines that load would take time from those that are
+    measured. CPUs of which the system says nothing are cores of their own."""
+
+    def core(cpu: int) -> int:
+        siblings = folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        return int(re.split("[,-]", siblings.read_text())[0]) if siblings.exists() else cpu
+
+    return sorted(cpus, key=lambda cpu: (core(cpu), cpu))
 
 
 def turn(table: Table, command: Command, line: Sequence[str], options: argparse.Namespace) -> Turn:

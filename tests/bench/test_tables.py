@@ -229,3 +229,11 @@ def test_unknown_models_and_too_few_gpus_are_refused(tables: Any) -> None:
         tables.main(["hosts", "--models", "nobody", "--dry-run"])
     with pytest.raises(SystemExit, match="--gpus: the table ranks needs 2"):
         tables.main(["ranks", "--gpus", "0", "--dry-run"])
+
+
+def test_threads_of_a_core_stay_together(tables: Any, tmp_path: Path) -> None:
+    for cpu, siblings in ((0, "0,4"), (1, "1,5"), (4, "0,4"), (5, "1,5"), (2, "2-3"), (3, "2-3")):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    assert tables.by_core([5, 4, 3, 2, 1, 0, 9], tmp_path) == [0, 4, 1, 5, 2, 3, 9]
