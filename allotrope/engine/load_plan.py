@@ -140,7 +140,7 @@ class LoadPlan:
         # Of the choices that are logged, none was made before.
         chooser = Chooser(build.chooser.chip, build.chooser.wanted)
         parallel = map_peers(build.parallel, chooser, build.dtype, self.spec.hidden, build.device)
-        if parallel.unreachable:
+        if any(group.unreachable for group in parallel.groups):
             chooser = Chooser(build.chooser.chip, build.chooser.wanted)
         return replace(self, build=replace(build, parallel=parallel, chooser=chooser))
 

@@ -151,10 +151,14 @@ class Parallel(Communicator):
             dist.broadcast(x, group=self.group, group_src=0)
 
     @property
+    def groups(self) -> list[Parallel]:
+        """This rank in each of its groups of a stage."""
+        return [one for one in (self, self.stage, self.data) if one is not None]
+
+    @property
     def workspaces(self) -> list[Workspace]:
         """The memory of its groups."""
-        groups = [one for one in (self, self.stage, self.data) if one is not None]
-        return list(dict.fromkeys(one.workspace for one in groups if one.workspace is not None))
+        return list(dict.fromkeys(one.workspace for one in self.groups if one.workspace is not None))
 
     def split(self, what: str, units: int) -> int:
         """Units (heads, columns) per rank; raises ValueError where `units` cannot be shared or replicated evenly."""
