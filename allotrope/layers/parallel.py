@@ -182,20 +182,23 @@ def map_peers(parallel: Parallel, chooser: Chooser, dtype: torch.dtype, size: in
 
     Every rank calls it once the process groups are there. `dtype`, `size`: of the rows of hidden states.
     """
-    mapped = _map_group(parallel, chooser, dtype, size, device)
+    # The other groups have no sums that a norm follows, which is made of whole rows.
+    mapped = _map_group(parallel, chooser, dtype, size, device, max(size * dtype.itemsize, FLAT_BYTES))
     if mapped.data is None or mapped.stage is None:
         return mapped
-    data = _map_group(mapped.data, chooser, dtype, size, device)
+    data = _map_group(mapped.data, chooser, dtype, size, device, FLAT_BYTES)
     if data.size < mapped.stage.size:
-        stage = _map_group(mapped.stage, chooser, dtype, size, device)
+        stage = _map_group(mapped.stage, chooser, dtype, size, device, FLAT_BYTES)
     else:
         # The same ranks in the same order.
         stage = dataclasses.replace(mapped.stage, workspace=data.workspace, unreachable=data.unreachable, sum=data.sum)
     return dataclasses.replace(mapped, stage=stage, data=data)
 
 
-def _map_group(group: Parallel, chooser: Chooser, dtype: torch.dtype, size: int, device: torch.device) -> Parallel:
-    """As `map_peers`, of the ranks of one group."""
+def _map_group(
+    group: Parallel, chooser: Chooser, dtype: torch.dtype, size: int, device: torch.device, row_bytes: int
+) -> Parallel:
+    """As `map_peers`, of the ranks of one group. `row_bytes`: of the longest row of a message."""
     if group.size == 1:
         return group
     spec = group.all_reduce_spec(size, dtype)
@@ -204,7 +207,6 @@ def _map_group(group: Parallel, chooser: Chooser, dtype: torch.dtype, size: int,
         return dataclasses.replace(group, unreachable=(f"{ALL_REDUCE.name}={chosen.name} was asked for",))
     if chosen.name != "triton":
         return group
-    row_bytes = max(size * dtype.itemsize, FLAT_BYTES)
     workspace, reasons = map_workspace(group.rank, group.size, group.group, device, row_bytes)
     if workspace is None:
         log.warning("parts are summed by the process group: %s", "; ".join(reasons))
