@@ -121,8 +121,9 @@ class HostedModel(nn.Module):
         self.prefill = PrefillGraphs(self.decoder, self.build, self._tables, log, wanted=wanted)
         self._views: list[CacheViews] = []
         self._requests: RequestTables
-        # Of steps that can be captured; none otherwise.
+        # Of steps that can be captured, 0, 1, 2 and so on: requests, and where their tokens start; none otherwise.
         self._numbers: torch.Tensor | None = None
+        self._starts: torch.Tensor | None = None
         self._warmed_up: set[Kind] = set()
         # Set by the attention backend.
         self.captures = False
@@ -159,6 +160,7 @@ class HostedModel(nn.Module):
         )
         if self._in_graphs:
             self._numbers = torch.arange(len(request_pool.req_to_token) + 1, device=self.build.device)
+            self._starts = self._numbers.int()
 
     # SGLang captures steps outside of its own.
     @torch.no_grad()
@@ -225,7 +227,7 @@ class HostedModel(nn.Module):
         longest = self._requests.context if captured else self._longest(forward_batch)
         starts = torch.tensor([0, *new]).cumsum(0)
         # On the device it is read of decodes alone.
-        numbers = starts if self._numbers is None else self._numbers[: count + 1].int()
+        numbers = starts if self._starts is None else self._starts[: count + 1]
         return _Common(count, sum(new), max(new), longest, numbers, starts, forward_batch.seq_lens.int(), seen)
 
     def _indices(self, forward_batch: ForwardBatch, batch: BatchLayout, order: Order) -> dict[bool, CacheIndex]:
