@@ -153,6 +153,18 @@ def test_weights_come_once(tmp_path: Path) -> None:
         assert [one.ids for one in running.answers(ASKED, COUNT)] == [one.ids for one in before]
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV4ForCausalLM"])
+def test_weights_outlive_a_reload_that_is_refused(architecture: str, tmp_path: Path) -> None:
+    """vLLM moves every parameter to the meta device before it hands over weights."""
+    with hosted(write(architecture, tmp_path), block_size=16) as running:
+        before = running.answers(ASKED, COUNT)
+        for _ in range(2):
+            with pytest.raises(ModelError, match="weights cannot be loaded a second time"):
+                running.llm.collective_rpc("reload_weights")
+            assert not any(one.is_meta for one in running.runner.model.state_dict().values())
+        assert [one.ids for one in running.answers(ASKED, COUNT)] == [one.ids for one in before]
+
+
 def test_dummy_weights_are_whole(tmp_path: Path) -> None:
     """Codes and numbers of experts too, which vLLM leaves as it found the memory."""
     path = write("DeepseekV4ForCausalLM", tmp_path)

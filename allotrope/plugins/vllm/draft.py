@@ -86,7 +86,7 @@ class HostedDraft(HostedLayers):
             quantized_weights=target.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),
         )
-        self.finished = True
+        self._finish()
 
 
 def _target(vllm_config: VllmConfig) -> HostedModel:

@@ -46,6 +46,8 @@ from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
 
+# Where a module of torch has its own parameters and buffers.
+_TENSORS = ("_parameters", "_buffers")
 _KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
 # A name under vLLM's own, so that its handlers and levels hold.
 log = logging.getLogger("vllm.allotrope")
@@ -165,6 +167,8 @@ class HostedLayers(nn.Module):
         # Of steps that can be captured; none otherwise.
         self._numbers: torch.Tensor | None = None
         self._max_drafts = 0
+        # Of each module that is loaded, its attributes.
+        self._loaded: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def _host(self, layers: Iterable[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig) -> None:
         """`layers`: decoder layers. `shares`: of each, the layer whose caches it reads, None if it has its own."""
@@ -199,6 +203,7 @@ class HostedLayers(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
         if self.finished:
+            self._put_back()
             raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
         names = {name for name, _ in self.named_parameters()}
         self._load(StreamedWeights(self.checkpoint, weights))
@@ -207,6 +212,17 @@ class HostedLayers(nn.Module):
     def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
         raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Every parameter is filled, once and for all."""
+        self._loaded = [(one, vars(one) | {name: dict(vars(one)[name]) for name in _TENSORS}) for one in self.modules()]
+        self.finished = True
+
+    def _put_back(self) -> None:
+        """Have the modules hold what was loaded, which vLLM takes away before it loads a second time: tensors, and what
+        has the name of one that was."""
+        for module, attributes in self._loaded:
+            module.__dict__ = attributes | vars(module) | {name: dict(attributes[name]) for name in _TENSORS}
 
 
 class HostedModel(HostedLayers):
@@ -313,7 +329,7 @@ class HostedModel(HostedLayers):
         )
         if self.build.device.type == "cuda" and (reasons := uncaptured(self.decoder.attention)):
             log.info("allotrope: decode steps run without CUDA graphs: %s", "; ".join(reasons))
-        self.finished = True
+        self._finish()
 
 
 class HostedHybridModel(HostedModel):
