@@ -64,11 +64,13 @@ class Answers:
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of it. `log`: of all processes. `code`: exit status."""
+    """What came of it. `log`: of all processes. `code`: exit status. `updated`: what SGLang said of each update of its
+    weights."""
 
     log: str
     code: int
     answers: list[Answers] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
 
 
 def ask(
@@ -77,15 +79,17 @@ def ask(
     environment: dict[str, str] | None = None,
     before: str = "",
     limit: float = 400,
+    updates: bool = False,
     **options: Any,
 ) -> Asked:
     """Start SGLang with a checkpoint and ask it round after round.
 
-    `before`: code that every process of it runs first. `limit`: seconds until it is ended. `options`: of SGLang's
-    engine; None leaves one of `PLAIN` out.
+    `before`: code that every process of it runs first. `limit`: seconds until it is ended. `updates`: whether
+    weights are updated before each round but the first, from the same checkpoint. `options`: of SGLang's engine; None
+    leaves one of `PLAIN` out.
     """
     options = {key: value for key, value in (PLAIN | options).items() if value is not None}
-    given = {"model_path": str(path), "options": options, "rounds": [vars(one) for one in rounds]}
+    given = {"model_path": str(path), "options": options, "rounds": [vars(one) for one in rounds], "updates": updates}
     with tempfile.TemporaryDirectory() as folder:
         if before:
             (Path(folder) / "sitecustomize.py").write_text(before)
@@ -105,8 +109,8 @@ def ask(
             code = process.wait()
             log.seek(0)
             text = log.read()
-        found = json.loads(out.read_text()) if out.exists() else []
-    return Asked(text, code, [Answers(**one) for one in found])
+        found = json.loads(out.read_text()) if out.exists() else {"answers": [], "updated": []}
+    return Asked(text, code, [Answers(**one) for one in found["answers"]], found["updated"])
 
 
 def assert_ours(asked: Asked) -> None:
@@ -156,8 +160,10 @@ def _main(given: dict[str, Any], out: Path) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(model_path=given["model_path"], **given["options"])
-    found = []
+    found, updated = [], []
     for one in given["rounds"]:
+        if found and given["updates"]:
+            updated.append(str(engine.update_weights_from_disk(given["model_path"])))
         wanted = {"temperature": 0, "max_new_tokens": one["count"], "ignore_eos": one["ignore_eos"]}
         outputs = engine.generate(input_ids=one["prompts"], sampling_params=wanted, return_logprob=True)
         meta = [output["meta_info"] for output in outputs]
@@ -169,7 +175,7 @@ def _main(given: dict[str, Any], out: Path) -> None:
                 "retracted": [one["num_retractions"] for one in meta],
             }
         )
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps({"answers": found, "updated": updated}))
     engine.shutdown()
 
 

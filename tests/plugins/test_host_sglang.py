@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plugins.hosting_sglang import Round, ask, assert_equal, ours, write
+from plugins.hosting_sglang import Round, ask, assert_equal, assert_ours, ours, write
 from tiny_checkpoints import prompts
 
 pytestmark = [pytest.mark.usefixtures("in_sglang"), pytest.mark.timeout(600)]
@@ -69,6 +69,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_fit(architecture: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     asked = ask(write(architecture, tmp_path), [FIRST], **options)
     assert asked.code != 0 and reason in asked.log, asked.log[-2000:]
+
+
+def test_weights_come_once(tmp_path: Path) -> None:
+    """Updating them is refused, and SGLang answers as before."""
+    path = write("LlamaForCausalLM", tmp_path)
+    asked = ask(path, [FIRST, FIRST], updates=True)
+    assert_ours(asked)
+    (said,) = asked.updated
+    assert f"{path}: weights cannot be loaded a second time; start SGLang anew" in said
+    for found in asked.answers:
+        assert_equal(found, ours(path, FIRST))
 
 
 def test_its_command_starts_our_server() -> None:

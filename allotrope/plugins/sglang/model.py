@@ -43,6 +43,7 @@ from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
 
 log = logging.getLogger("sglang.allotrope")
+_LOADED_ONCE = "weights cannot be loaded a second time; start SGLang anew"
 
 
 def _build(args: Any, options: dict[str, Any]) -> Build:
@@ -84,6 +85,9 @@ class Head:
 
 class HostedModel(nn.Module):
     """Any of our decoders, with its attention in SGLang's cache memory."""
+
+    # SGLang reads it of every module before it changes weights of a running model, and answers with it.
+    _derived_weight_cache_error: str | None = None
 
     def __init__(self, config: HostedConfig, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -256,7 +260,7 @@ class HostedModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
         if self.finished:
-            raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start SGLang anew"])
+            raise ModelError(self.checkpoint.source, [_LOADED_ONCE])
         self._load(StreamedWeights(self.checkpoint, weights))
 
     def _load(self, weights: StreamedWeights | None) -> None:
@@ -268,6 +272,7 @@ class HostedModel(nn.Module):
             log=lambda line: log.info("allotrope: %s", line),
         )
         self.finished = True
+        self._derived_weight_cache_error = f"{self.checkpoint.source}: {_LOADED_ONCE}"
 
 
 def _open(args: Any, overrides: dict[str, Any], weights: bool) -> tuple[Checkpoint, Architecture, ModelSpec]:
