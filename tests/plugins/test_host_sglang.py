@@ -52,10 +52,20 @@ def test_sglang_runs_its_own_model(environment: dict[str, str], before: str, lin
 def test_what_is_refused(tmp_path: Path) -> None:
     """Every reason at once."""
     options = {"cpu_offload_gb": 1, "enable_two_batch_overlap": True, "kv_cache_dtype": "fp8_e5m2"}
-    asked = ask(write("LlamaForCausalLM", tmp_path), [FIRST], **options)
+    unseen = {
+        "offload_group_size": 1,
+        "kt_weight_path": "weights",
+        "ep_num_redundant_experts": 2,
+        "enable_return_routed_experts": True,
+        "enable_int8_mamba_checkpoint": True,
+        "quantization_param_path": "scales.json",
+    }
+    asked = ask(write("LlamaForCausalLM", tmp_path), [FIRST], **options, **unseen)
     assert asked.code != 0
     for reason in ("offloading weights is not supported", "two batches at once", "kv_cache_dtype=fp8_e5m2 is not"):
         assert reason in asked.log
+    for option in unseen:
+        assert f"({option}) is not supported by Allotrope's models" in asked.log, option
     assert "ALLOTROPE_SGLANG=0 gives SGLang's own models" in asked.log
 
 

@@ -29,6 +29,31 @@ log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
+# Options of SGLang that change what its own layers, pools and loaders do, and that ours would not see. Some versions
+# lack some of them; where they are not wanted they are empty, 0 or negative.
+_UNSEEN = {
+    "offload_group_size": "offloading weights",
+    "kt_weight_path": "experts on the CPU",
+    "enable_paged_experts": "experts on the CPU",
+    "enable_eplb": "balancing experts",
+    "ep_num_redundant_experts": "expert parallelism",
+    "expert_distribution_recorder_mode": "counting the tokens of experts",
+    "enable_return_routed_experts": "returning the experts of tokens",
+    "enable_return_indexer_topk": "returning the tokens that an indexer selects",
+    "enable_return_aux_hidden_states": "returning hidden states between layers",
+    "torchao_config": "quantization",
+    "modelopt_quant": "quantization",
+    "quantization_param_path": "scales of FP8 entries from a file of their own",
+    "enable_int8_mamba_checkpoint": "int8 copies of states",
+    "enable_linear_replayssm": "replaying states",
+    "enable_mamba_cache_stochastic_rounding": "rounding states at random",
+    "enable_flexkv": "caches on other devices",
+    "enable_unified_cache_external_linker": "caches on other devices",
+    "enable_hisparse": "caches on other devices",
+    "enable_pdmux": "two batches at once",
+    "enable_single_batch_overlap": "two parts of a batch at once",
+    "dllm_algorithm": "decoding by diffusion",
+}
 # On a GPU, kernels look a page up once for all keys that they read together.
 PAGE_SIZE = 64
 
@@ -127,10 +152,14 @@ def _refuse(args: Any) -> None:
         "embeddings of texts": args.is_embedding,
         "two batches at once (enable_two_batch_overlap)": args.enable_two_batch_overlap,
         f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", *KV_DTYPES),
-    }
+    } | {f"{what} ({option})": _is_wanted(getattr(args, option, None)) for option, what in _UNSEEN.items()}
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
     if reasons:
         raise ModelError(args.model_path, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
+
+
+def _is_wanted(value: Any) -> bool:
+    return value > 0 if isinstance(value, int) else bool(value)
 
 
 def read_overrides(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
