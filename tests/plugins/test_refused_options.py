@@ -95,6 +95,24 @@ def test_a_draft_head_of_another_model_is_refused(tmp_path: Path) -> None:
         HostedDraft(vllm_config=_config(write("DeepseekV3ForCausalLM", tmp_path)))
 
 
+def test_what_the_model_would_not_see_is_refused(tmp_path: Path) -> None:
+    """vLLM's CPU platform rules some of these out before a model is made, so its config is changed afterwards."""
+    from vllm.config import WeightTransferConfig
+
+    from allotrope.plugins.vllm.model import HostedModel
+
+    config = _config(write("Qwen3MoeForCausalLM", tmp_path))
+    config.weight_transfer_config = WeightTransferConfig(backend="ipc")
+    config.aux_output_config.enable_return_routed_experts = True
+    config.mamba_config.enable_stochastic_rounding = True
+    config.model_config.convert = config.model_config.convert_type = "classify"
+    with pytest.raises(ModelError) as raised:
+        HostedModel(vllm_config=config)
+    assert str(raised.value).count(LACKING) == 4
+    for what in ("classes of texts", "updates of weights", "returning the experts of tokens", "rounding states at"):
+        assert what in str(raised.value)
+
+
 def _write_draft(architecture: str, directory: Path, **changed: Any) -> Path:
     """A small checkpoint of a model of ours; of others, a config."""
     if architecture in ARCHITECTURES:

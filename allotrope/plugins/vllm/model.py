@@ -103,6 +103,10 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: ModelSpec) ->
         "a config of another place (hf_config_path)": config.hf_config_path not in (None, config.model),
         "another type of cache for some layers": bool(cache.kv_cache_dtype_skip_layers),
         "a type for a convolution's cached inputs (mamba_cache_dtype)": cache.mamba_cache_dtype != "auto",
+        "classes of texts (convert=classify)": getattr(config, "convert_type", "none") == "classify",
+        "updates of weights (weight_transfer_config)": getattr(vllm_config, "weight_transfer_config", None) is not None,
+        "returning the experts of tokens (enable_return_routed_experts)": _returns_experts(vllm_config),
+        "rounding states at random (enable_mamba_cache_stochastic_rounding)": _rounds_at_random(vllm_config),
         # Of 0.25 alone.
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
@@ -114,6 +118,24 @@ def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: ModelSpec) ->
     weight_formats(checkpoint.config, config.model)
     if reasons:
         raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
+
+
+def _returns_experts(vllm_config: VllmConfig) -> bool:
+    """vLLM 0.32 has it in a config of its own."""
+    places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
+def _rounds_at_random(vllm_config: VllmConfig) -> bool:
+    """Some versions have it among the options of caches."""
+    mamba = getattr(vllm_config, "mamba_config", None)
+    return any(
+        getattr(place, name, False)
+        for place, name in (
+            (mamba, "enable_stochastic_rounding"),
+            (vllm_config.cache_config, "enable_mamba_cache_stochastic_rounding"),
+        )
+    )
 
 
 def _say_what_is_unused(vllm_config: VllmConfig) -> None:
