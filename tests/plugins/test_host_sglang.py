@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_fit(architecture: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     asked = ask(write(architecture, tmp_path), [FIRST], **options)
     assert asked.code != 0 and reason in asked.log, asked.log[-2000:]
+
+
+def test_overrides_of_a_text_model_inside(tmp_path: Path) -> None:
+    path, inside = write("Qwen3_5ForConditionalGeneration", tmp_path), {"text_config": {"rms_norm_eps": 0.5}}
+    asked = ask(path, [FIRST], page_size=None, json_model_override_args=json.dumps(inside))
+    assert_ours(asked)
+    want = ours(path, FIRST, hf_overrides=inside)
+    assert_equal(asked.answers[0], want)
+    assert want.logprobs != ours(path, FIRST).logprobs
+
+
+def test_overrides_leave_pools_alone(tmp_path: Path) -> None:
+    """SGLang would make a pool for each layer of the model, and each would hold all of its caches."""
+    from allotrope.plugins.sglang.config import hosted_config
+
+    config = hosted_config(str(write("LlamaForCausalLM", tmp_path)), None)
+    before = config.num_attention_heads, config.head_dim
+    config.update({"num_hidden_layers": 4, "head_dim": 64, "num_attention_heads": 32, "vocab_size": 7})
+    assert (config.num_hidden_layers, config.num_attention_heads, config.head_dim) == (1, *before)
+    config.text_config = {"num_hidden_layers": 4, "max_position_embeddings": 99}
+    assert (config.num_hidden_layers, config.max_position_embeddings, config.vocab_size) == (1, 99, 7)
 
 
 def test_weights_come_once(tmp_path: Path) -> None:

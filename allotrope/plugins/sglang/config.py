@@ -28,6 +28,8 @@ from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layou
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
 _KEPT = ("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+# What SGLang counts its pools by, which is not what the checkpoint says.
+_OF_POOLS = ("num_hidden_layers", "num_attention_heads", "head_dim")
 KV_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8_e4m3": FP8}
 # Options of SGLang that change what its own layers, pools and loaders do, and that ours would not see. Some versions
 # lack some of them; where they are not wanted they are empty, 0 or negative.
@@ -63,6 +65,17 @@ class HostedConfig(PretrainedConfig):
 
     row_stride = 1
     num_hidden_layers = 1
+    # Whether it is as our rules made it; what SGLang sets from then on are overrides.
+    made = False
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        """SGLang sets the overrides of the checkpoint's config here too, one by one. Those of a text model inside are
+        SGLang's as well; layers and heads are those of SGLang's pools, whatever the model has."""
+        if self.made and key == "text_config" and isinstance(value, dict):
+            for inner, one in value.items():
+                setattr(self, inner, one)
+        elif not (self.made and key in _OF_POOLS):
+            super().__setattr__(key, value)
 
     def declare(self, memory: CacheMemory, kv_dtype: torch.dtype, ranks: int) -> None:
         """Say what the model of one rank keeps of each token, in elements of SGLang's type, and of each sequence."""
@@ -130,6 +143,7 @@ def hosted_config(source: str, revision: str | None) -> HostedConfig:
         row_stride=memory.row_stride,
     )
     found.declare(memory, torch.float32, 1)
+    found.made = True
     return found
 
 
