@@ -62,9 +62,8 @@ def _held(rows: Sequence[RowSampling]) -> Iterator[tuple[int, RowSampling, Const
             continue
         if isinstance(row, DraftRow):
             assert last is not None
-            last = last.after(row.row.drafts[row.count - 1])
-        else:
-            last = row.constraint
+            row.constraint = last.after(row.row.drafts[row.count - 1])
+        last = row.constraint
         yield i, row, last
 
 

@@ -55,7 +55,9 @@ def keep_tokens(sampled: SampledTokens) -> KeptTokens:
     error: str | None = None
     for index, token in enumerate(sampled.tokens, sampled.index):
         if token < 0:
-            error = (None if constraint is None else constraint.failure) or _NO_TOKEN
+            # What its own row was masked by, which may be behind drafts.
+            masked_by = seq.sampling.after_drafts(sampled.num_accepted).constraint
+            error = (None if masked_by is None else masked_by.failure) or _NO_TOKEN
             break
         tokens.append(token)
         if constraint is not None:

@@ -106,7 +106,10 @@ class RowSampling:
 
 
 class DraftRow(RowSampling):
-    """`row` as sampling sees it behind the first `count` of its drafts, as if they were its output."""
+    """`row` as sampling sees it behind the first `count` of its drafts, as if they were its output.
+
+    `constraint`: what holds behind these, since the masks of the step were filled.
+    """
 
     def __init__(self, row: RowSampling, count: int) -> None:
         super().__init__(

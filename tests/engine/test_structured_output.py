@@ -303,6 +303,16 @@ def test_allowed_ids_that_exclude_the_grammar_fail_alone(model: Path) -> None:
     assert_idle(running)
 
 
+def test_allowed_ids_that_end_behind_accepted_drafts_are_named(llm: LLM) -> None:
+    only = llm.tokenizer.encode("z")[-1]
+    for count in range(2, 6):
+        grammar = Grammar("regex", "z" * count + "y")
+        params = SamplingParams(temperature=0.0, max_tokens=9, grammar=grammar, allowed_token_ids=(only,))
+        found = outputs(llm.engine, [request(f"z{count}", [only] * 9, params, (EOS,))])
+        assert [one.error for one in found if one.finish_reason] == [NOTHING_ALLOWED]
+        assert sum(len(one.token_ids) for one in found) == count
+
+
 def test_a_missing_package_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allotrope.grammars.backend.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match=r"pip install 'allotrope\[structured\]'"):
