@@ -58,6 +58,9 @@ class _Sequence:
     # Tokens whose text is not sent yet.
     held: list[TokenScore] = field(default_factory=list)
     done: bool = False
+    # Tokens that its last output has added, and how many of these may be accepted drafts.
+    added: int = 0
+    drafted: int = 0
 
 
 class Generation:
@@ -68,7 +71,7 @@ class Generation:
     `max_tokens=0`, so the one token that the engine generates is dropped. `keeps_end_token`: an end-of-sequence
     token is part of the text, for a parser to which it means something. `textless`: ids that add no text.
     `first_index`: index of the first sequence in an answer that covers several prompts. `may_end`: the caller may
-    `end` a sequence, behind which no further step's tokens count. Arriving outputs fill `cached_tokens`,
+    `end` a sequence, behind which no further tokens count. Arriving outputs fill `cached_tokens`,
     `cache_lost`, `prompt_logprobs`, `completion_tokens`, and the `draft_tokens` and `accepted_tokens` of
     speculative decoding.
     """
@@ -137,9 +140,12 @@ class Generation:
                         # to abort it; the other sequences continue.
                         engine.abort(self.request.request_id, output.index)
 
-    def end(self, index: int) -> None:
-        """End sequence `index` where it is, for a caller that wants no more of it."""
-        self._sequences[index - self.first_index].done = True
+    def end(self, index: int, behind: int) -> None:
+        """End sequence `index` before the last `behind` tokens of its last delta, for a caller that wants no more."""
+        sequence = self._sequences[index - self.first_index]
+        sequence.done = True
+        self._completion_tokens -= behind
+        self.accepted_tokens -= max(0, min(sequence.drafted, sequence.added) - (sequence.added - behind))
 
     def take(self, output: SequenceOutput) -> list[Delta]:
         """The deltas that `output` adds. There are none if its text is held back, or its sequence has ended.
@@ -159,7 +165,8 @@ class Generation:
         delta = self._advance(sequence, output)
         self.draft_tokens += output.num_draft_tokens
         # Accepted drafts come first; tokens behind a stop string are not of the answer.
-        self.accepted_tokens += min(output.num_accepted_tokens, self._completion_tokens - before)
+        sequence.added, sequence.drafted = self._completion_tokens - before, output.num_accepted_tokens
+        self.accepted_tokens += min(sequence.drafted, sequence.added)
         if delta.text or delta.finish_reason is not None:
             deltas.append(delta)
         else:

@@ -100,12 +100,12 @@ class MessageStream:
         reason, stop_reason = delta.finish_reason, delta.stop_reason
         events: list[MessageEvent] = []
         # The parser reads token by token, so that each token is counted where it belongs.
-        for token, text in zip_longest(delta.tokens, delta.pieces or (delta.text,)):
+        for read, (token, text) in enumerate(zip_longest(delta.tokens, delta.pieces or (delta.text,)), start=1):
             new = sequence.parser.push(text) if text else []
             if self._single_call and (second := _second_call(new)) is not None:
                 events += new[:second]
                 reason, stop_reason = "stop", None
-                self.generation.end(delta.index)
+                self.generation.end(delta.index, max(0, len(delta.tokens) - read))
                 break
             events += new
             self._count(sequence, new, token)

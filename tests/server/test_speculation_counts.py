@@ -63,6 +63,17 @@ def test_usage_tells_accepted_and_rejected_drafts(tokenizer: Tokenizer) -> None:
     assert chat["completion_tokens_details"] == {"reasoning_tokens": 0} | counted
 
 
+@pytest.mark.parametrize(("behind", "tokens", "accepted"), [(0, 5, 3), (1, 4, 3), (3, 2, 1)])
+def test_usage_leaves_out_what_lies_behind_the_end(
+    tokenizer: Tokenizer, behind: int, tokens: int, accepted: int
+) -> None:
+    generation = Generation(request(max_tokens=None), tokenizer, may_end=True)
+    generation.take(SequenceOutput("r", 0, (7,)))
+    generation.take(SequenceOutput("r", 0, (8, 9, 10, 11), num_draft_tokens=4, num_accepted_tokens=3))
+    generation.end(0, behind)
+    assert (generation.completion_tokens, generation.accepted_tokens) == (tokens, accepted)
+
+
 def test_usage_without_speculation_has_no_such_fields(tokenizer: Tokenizer) -> None:
     completion, chat = usages(tokenizer, [SequenceOutput("r", 0, (7,))])
     assert "completion_tokens_details" not in completion

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.server.answers import CompletionAnswer
 from allotrope.server.chat_answer import ChatAnswer
 from allotrope.server.generation import Delta, Generation, GenerationFailed
@@ -168,14 +169,17 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 def _generate(
     tokenizer: Tokenizer, params: SamplingParams, portions: list[list[int]]
-) -> tuple[Generation, list[Delta]]:
+) -> tuple[Generation, Iterator[Delta]]:
+    """A generation, and its deltas as they are asked for."""
     generation = Generation(Request(request_id="r", prompt_ids=(5,), params=params), tokenizer)
-    pieces = []
-    for place, portion in enumerate(portions):
-        scores = tuple(TokenLogprobs(token, -1.0, 1, ((token, -1.0),)) for token in portion)
-        reason = "length" if place == len(portions) - 1 else None
-        pieces += generation.take(SequenceOutput("r", 0, tuple(portion), reason, logprobs=scores))
-    return generation, pieces
+
+    def deltas() -> Iterator[Delta]:
+        for place, portion in enumerate(portions):
+            scores = tuple(TokenLogprobs(token, -1.0, 1, ((token, -1.0),)) for token in portion)
+            reason: FinishReason | None = "length" if place == len(portions) - 1 else None
+            yield from generation.take(SequenceOutput("r", 0, tuple(portion), reason, logprobs=scores))
+
+    return generation, deltas()
 
 
 @settings(deadline=None, max_examples=150)
@@ -194,7 +198,8 @@ def test_answers_do_not_depend_on_tokens_per_step(
     report = Report(logprobs=1, token_ids=True)
     answers = []
     for split in ([ids], portions, [[token] for token in ids]):
-        generation, pieces = _generate(tokenizer, params, split)
+        generation, deltas = _generate(tokenizer, params, split)
+        pieces = list(deltas)
         stream = MessageStream(generation, PlainParser)
         messages = [message for piece in pieces if (message := stream.take(piece)) is not None]
         chat = ChatAnswer("tiny", stream, tokenizer, report, MessageFormats()).whole(messages)
@@ -221,6 +226,7 @@ TEXTS = [
     stop=st.sampled_from([(), ("dog",), ("}}",), ("</think>",)]),
     single=st.booleans(),
 )
+@example(text=TEXTS[0], cuts=set(), stop=(), single=True)
 def test_messages_do_not_depend_on_tokens_per_step(
     tokenizer: Tokenizer, text: str, cuts: set[int], stop: tuple[str, ...], single: bool
 ) -> None:
@@ -233,9 +239,9 @@ def test_messages_do_not_depend_on_tokens_per_step(
     )
     answers = []
     for split in ([ids], [ids[start:end] for start, end in pairwise(edges)], [[token] for token in ids]):
-        generation, pieces = _generate(tokenizer, params, split)
+        generation, deltas = _generate(tokenizer, params, split)
         stream = MessageStream(generation, parsers, single_call=single)
-        messages = [message for piece in pieces if (message := stream.take(piece)) is not None]
+        messages = [message for delta in deltas if (message := stream.take(delta)) is not None]
         answer = ChatAnswer("tiny", stream, tokenizer, Report(logprobs=1, token_ids=True), formats)
         (whole,) = answer.whole(messages)["choices"]
         for call in whole["message"].get("tool_calls", []):
@@ -245,7 +251,7 @@ def test_messages_do_not_depend_on_tokens_per_step(
         assert "".join(
             call["function"]["arguments"] for delta in streamed for call in delta.get("tool_calls", [])
         ) == "".join(call["function"]["arguments"] for call in whole["message"].get("tool_calls", []))
-        answers.append((whole, stream.reasoning_tokens))
+        answers.append((whole, stream.reasoning_tokens, generation.completion_tokens))
         assert [message.finish_reason for message in messages[:-1]] == [None] * (len(messages) - 1)
     assert answers[0] == answers[1] == answers[2]
 
