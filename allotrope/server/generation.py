@@ -190,10 +190,15 @@ class Generation:
             # Offsets are reported with log-probabilities alone.
             yield from itertools.repeat(0, len(ids))
             return
-        stream = TextStream(self._tokenizer, SamplingParams())
+        echo, stream, in_special = self._echo or "", TextStream(self._tokenizer, SamplingParams()), 0
         for token in ids:
-            yield min(stream.characters, len(self._echo or ""))
+            start = stream.characters + in_special
+            yield min(start, len(echo))
             stream.push([token])
+            if token in self._tokenizer.special_ids:
+                # One that the tokenizer has added is not in the text, one that the client has written is.
+                text = self._tokenizer.token_text(token)
+                in_special += len(text) if echo.startswith(text, start) else 0
 
     def _advance(self, sequence: _Sequence, output: SequenceOutput) -> Delta:
         """The delta of `output`. Tokens are read one by one, so the text is the same for any number of them a step."""

@@ -147,6 +147,20 @@ def test_offsets_point_into_the_text(http: httpx.Client, echo: bool, more: Json)
     assert checked >= (6 if echo else 1)
 
 
+@pytest.mark.parametrize("more", [{}, {"skip_special_tokens": False}])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_count_special_tokens_that_the_echo_shows(http: httpx.Client, as_ids: bool, more: Json) -> None:
+    prompt: Any = "<|im_start|>cat<|im_end|> dog"
+    if as_ids:
+        prompt = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+    body = COMPLETION | {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, **more}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    text, logprobs = choice["text"], choice["logprobs"]
+    assert ("<|im_end|>" in text) == (not as_ids or bool(more))
+    for token, offset in [*zip(logprobs["tokens"], logprobs["text_offset"], strict=True)][:-1]:
+        assert token not in text or text[offset : offset + len(token)] == token, (token, offset)
+
+
 def test_usage_in_every_chunk(http: httpx.Client) -> None:
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
     events = read_events(http.post("/v1/chat/completions", json=CHAT | options))
