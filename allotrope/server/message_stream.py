@@ -20,7 +20,7 @@ from allotrope.text.formats import (
     ReasoningDelta,
     ToolCallBegin,
 )
-from allotrope.text.formats.events import join_events
+from allotrope.text.formats.events import continues, join_events
 
 if TYPE_CHECKING:
     from allotrope.engine.client import EngineClient
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class MessageDelta:
     """What sequence `index` of an answer gains.
 
-    `tokens`: the tokens of `events`, with those that add no event. The last delta of a sequence has a `finish_reason`:
-    an answer that calls tools ends with "stop", as others do.
+    `tokens`: the tokens of `events`, with those that add no event. `ends`: per event, how many of `tokens` were read
+    when its last text came. The last delta of a sequence has a `finish_reason`: an answer that calls tools ends with
+    "stop", as others do.
     """
 
     index: int
@@ -40,6 +41,7 @@ class MessageDelta:
     tokens: tuple[TokenScore, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    ends: tuple[int, ...] = ()
 
 
 class PlainParser:
@@ -98,20 +100,20 @@ class MessageStream:
         if sequence.done:
             return None
         reason, stop_reason = delta.finish_reason, delta.stop_reason
-        events: list[MessageEvent] = []
+        events: list[tuple[MessageEvent, int]] = []
         # The parser reads token by token, so that each token is counted where it belongs.
         for read, (token, text) in enumerate(zip_longest(delta.tokens, delta.pieces or (delta.text,)), start=1):
             new = sequence.parser.push(text) if text else []
             if self._single_call and (second := _second_call(new)) is not None:
-                events += new[:second]
+                events += [(event, len(sequence.held)) for event in new[:second]]
                 reason, stop_reason = "stop", None
                 self.generation.end(delta.index, max(0, len(delta.tokens) - read))
                 break
-            events += new
             self._count(sequence, new, token)
+            events += [(event, len(sequence.held)) for event in new]
         else:
             if reason is not None:
-                events += sequence.parser.finish()
+                events += [(event, len(sequence.held)) for event in sequence.parser.finish()]
         sequence.done = reason is not None
         return self._message(sequence, delta.index, events, reason, stop_reason)
 
@@ -126,16 +128,25 @@ class MessageStream:
         self,
         sequence: _Sequence,
         index: int,
-        events: list[MessageEvent],
+        events: list[tuple[MessageEvent, int]],
         reason: FinishReason | None,
         stop_reason: int | str | None,
     ) -> MessageDelta | None:
+        """`events`: each with the number of tokens held when it came."""
         if not self._include_reasoning:
-            events = [event for event in events if not isinstance(event, ReasoningDelta)]
+            events = [one for one in events if not isinstance(one[0], ReasoningDelta)]
         if not events and reason is None:
             return None
         tokens, sequence.held = tuple(sequence.held), []
-        return MessageDelta(index, tuple(join_events(events)), tokens, reason, stop_reason)
+        ends: list[int] = []
+        last: MessageEvent | None = None
+        for event, end in events:
+            if continues(event, last):
+                ends.pop()
+            ends.append(end)
+            last = event
+        joined = join_events([event for event, _ in events])
+        return MessageDelta(index, tuple(joined), tokens, reason, stop_reason, tuple(ends))
 
 
 def _second_call(events: list[MessageEvent]) -> int | None:

@@ -82,7 +82,7 @@ def test_blocks_hold_what_the_events_say(events: list[MessageEvent]) -> None:
 
 @given(answers(), st.sampled_from(["stop", "length"]))
 def test_streams_and_whole_answers_say_the_same(tokenizer: Tokenizer, events: list[MessageEvent], reason: Any) -> None:
-    deltas = [MessageDelta(0, (event,), ()) for event in events] + [MessageDelta(0, (), (), reason)]
+    deltas = [MessageDelta(0, (event,), (), ends=(0,)) for event in events] + [MessageDelta(0, (), (), reason)]
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
     def responses() -> ResponsesAnswer:
@@ -139,7 +139,7 @@ def test_a_stream_that_breaks_off(tokenizer: Tokenizer) -> None:
     body = ResponsesRequest(input="hi")
     answer = ResponsesAnswer("m", body, new_stream(tokenizer), tokenizer, numbered(), keep)
     answer.opening()
-    answer.chunks(MessageDelta(0, (ContentDelta("so far"),), ()))
+    answer.chunks(MessageDelta(0, (ContentDelta("so far"),), (), ends=(0,)))
     (failed,) = answer.failure(HttpError(500, "the engine has ended"))
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "the engine has ended"}

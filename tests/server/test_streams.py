@@ -20,6 +20,8 @@ from allotrope.server.generation import Delta, Generation, GenerationFailed
 from allotrope.server.logprobs import Report
 from allotrope.server.message_formats import MessageFormats
 from allotrope.server.message_stream import MessageStream, PlainParser
+from allotrope.server.responses.answer import ResponsesAnswer
+from allotrope.server.responses.protocol import ResponsesRequest
 from allotrope.text.formats import by_name
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -265,7 +267,10 @@ def test_messages_do_not_depend_on_tokens_per_step(
         assert "".join(
             call["function"]["arguments"] for delta in streamed for call in delta.get("tool_calls", [])
         ) == "".join(call["function"]["arguments"] for call in whole["message"].get("tool_calls", []))
-        answers.append((whole, stream.reasoning_tokens, generation.completion_tokens))
+        body = ResponsesRequest(input="hi", top_logprobs=1)
+        response = ResponsesAnswer("tiny", body, stream, tokenizer, lambda: "", lambda response, message: False)
+        content = [item.get("content") for item in response.whole(messages)["output"]]
+        answers.append((whole, stream.reasoning_tokens, generation.completion_tokens, content))
         assert [message.finish_reason for message in messages[:-1]] == [None] * (len(messages) - 1)
     assert answers[0] == answers[1] == answers[2]
 

@@ -67,12 +67,14 @@ class ResponsesAnswer:
         return [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
 
     def chunks(self, delta: MessageDelta) -> list[Json]:
-        events = []
-        self._held += delta.tokens
-        for event in delta.events:
+        events, read = [], 0
+        for event, end in zip(delta.events, delta.ends, strict=True):
+            self._held += delta.tokens[read:end]
+            read = end
             logprobs = self._take_logprobs(keep=isinstance(event, ContentDelta))
             for change in self._blocks.take(event):
                 events += self._write(change, logprobs)
+        self._held += delta.tokens[read:]
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events
 

@@ -45,7 +45,7 @@ def join_events(events: list[MessageEvent]) -> list[MessageEvent]:
     texts: list[str] = []
     for event in events:
         last = joined[-1] if joined else None
-        if not isinstance(event, ToolCallBegin) and _continues(event, last):
+        if not isinstance(event, ToolCallBegin) and continues(event, last):
             texts.append(event.text)
             continue
         _close(joined, texts)
@@ -55,10 +55,11 @@ def join_events(events: list[MessageEvent]) -> list[MessageEvent]:
     return joined
 
 
-def _continues(event: MessageEvent, last: MessageEvent | None) -> bool:
+def continues(event: MessageEvent, last: MessageEvent | None) -> bool:
+    """Whether `event` is more of the text of the event before it."""
     if isinstance(event, ToolArgumentsDelta):
         return isinstance(last, ToolArgumentsDelta) and last.index == event.index
-    return type(event) is type(last)
+    return type(event) is type(last) and not isinstance(event, ToolCallBegin)
 
 
 def _close(joined: list[MessageEvent], texts: list[str]) -> None:
