@@ -20,7 +20,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
 from allotrope.errors import AllotropeError, InvalidRequest
-from allotrope.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from allotrope.request import NOTHING_ALLOWED, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -218,6 +218,8 @@ class _Accumulator:
         completion = self.output.outputs[output.index]
         if completion.finish_reason is not None:
             return
+        if output.error == NOTHING_ALLOWED:
+            raise InvalidRequest(NOTHING_ALLOWED, "allowed_token_ids")
         if output.error is not None:
             raise AllotropeError(f"request {output.request_id} failed: {output.error}.")
         self.output.cached_tokens = max(self.output.cached_tokens, output.cached_tokens)

@@ -303,6 +303,13 @@ def test_allowed_ids_that_exclude_the_grammar_fail_alone(model: Path) -> None:
     assert_idle(running)
 
 
+def test_offline_the_client_hears_which_limit_left_no_token(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate([PROMPT], replace(HELD, allowed_token_ids=(5,)))
+    assert (str(refused.value), refused.value.param) == (NOTHING_ALLOWED, "allowed_token_ids")
+    assert_idle(llm.engine)
+
+
 def test_allowed_ids_that_end_behind_accepted_drafts_are_named(llm: LLM) -> None:
     only = llm.tokenizer.encode("z")[-1]
     for count in range(2, 6):
