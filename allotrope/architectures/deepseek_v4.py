@@ -86,8 +86,11 @@ class DeepseekV4Decoder(Decoder):
 
     def begin(self, step: Step) -> torch.Tensor:
         """Every stream starts as the embedding."""
-        streams: torch.Tensor = self.embedding(step.ids)[:, None].repeat(1, self.hyper.streams, 1)
-        return streams
+        return self.embedded(step)[:, None].repeat(1, self.hyper.streams, 1)
+
+    def reads_ids(self) -> bool:
+        layers: Any = self.layers
+        return any(layer.ffn.router.table is not None for layer in layers)
 
     def resume(self, received: torch.Tensor, step: Step) -> torch.Tensor:
         return received.unflatten(1, (self.hyper.streams, -1))

@@ -169,10 +169,13 @@ class Gemma4Decoder(Decoder):
             self.per_layer = PerLayerEmbedding(extra, spec, build.at("per_layer"))
 
     def begin(self, step: Step) -> torch.Tensor:
-        x: torch.Tensor = self.embedding(step.ids)
+        x = self.embedded(step)
         if self.per_layer is not None:
             step.per_layer_inputs = self.per_layer(step.ids, x)
         return x
+
+    def reads_ids(self) -> bool:
+        return self.per_layer is not None
 
     def resume(self, received: torch.Tensor, step: Step) -> torch.Tensor:
         if not self.per_layer_width:

@@ -118,8 +118,16 @@ class Decoder(nn.Module):
 
     def begin(self, step: Step) -> torch.Tensor:
         """The residual stream before the first layer."""
-        x: torch.Tensor = self.embedding(step.ids)
+        return self.embedded(step)
+
+    def embedded(self, step: Step) -> torch.Tensor:
+        """[T, hidden] embeddings of the step's tokens."""
+        x: torch.Tensor = self.embedding(step.ids) if step.embeddings is None else step.embeddings
         return x
+
+    def reads_ids(self) -> bool:
+        """Whether layers read token ids beside their embeddings."""
+        return False
 
     def resume(self, received: torch.Tensor, step: Step) -> torch.Tensor:
         """The residual stream that `hand_on` of the stage before handed on."""

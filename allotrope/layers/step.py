@@ -21,7 +21,7 @@ Inputs = TypeVar("Inputs", bound=TokenInputs)
 class Step:
     """One forward pass. `ids`: [T] token ids. `layers`: plan and caches of each layer, or where to find them. `tables`:
     rotation tables that outlive the step; None builds them for this step. `rows`: those of each data-parallel rank;
-    None: there is one.
+    None: there is one. `embeddings`: [T, hidden] in the place of those of `ids`, where a host has them.
 
     Results that later layers read, None until a layer sets them: `topk_indices`: [T, K] those of the last layer with an
     indexer, in the backend's form; `reuses_topk`: layers with an indexer reuse them as well. `per_layer_inputs`:
@@ -34,6 +34,7 @@ class Step:
     layers: Sequence[LayerStep]
     tables: RopeTables | None = None
     rows: RankRows | None = None
+    embeddings: torch.Tensor | None = None
     topk_indices: Any = None
     reuses_topk: bool = False
     per_layer_inputs: torch.Tensor | None = None

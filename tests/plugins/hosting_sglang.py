@@ -44,11 +44,12 @@ PLAIN = {
 @dataclass(frozen=True)
 class Round:
     """Prompts that are asked together, each with `count` tokens. SGLang reserves memory for whole answers where it is
-    told to ignore end tokens."""
+    told to ignore end tokens. `embedded`: it gets the embeddings of the prompts' ids."""
 
     prompts: Sequence[Sequence[int]]
     count: int = 8
     ignore_eos: bool = True
+    embedded: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _main(given: dict[str, Any], out: Path) -> None:
         if found and given["updates"]:
             updated.append(str(engine.update_weights_from_disk(given["model_path"])))
         wanted = {"temperature": 0, "max_new_tokens": one["count"], "ignore_eos": one["ignore_eos"]}
-        outputs = engine.generate(input_ids=one["prompts"], sampling_params=wanted, return_logprob=True)
+        outputs = _generate(engine, given["model_path"], one, {"sampling_params": wanted, "return_logprob": True})
         meta = [output["meta_info"] for output in outputs]
         found.append(
             {
@@ -177,6 +178,25 @@ def _main(given: dict[str, Any], out: Path) -> None:
         )
     out.write_text(json.dumps({"answers": found, "updated": updated}))
     engine.shutdown()
+
+
+def _generate(engine: Any, path: str, one: dict[str, Any], wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    if not one["embedded"]:
+        outputs: list[dict[str, Any]] = engine.generate(input_ids=one["prompts"], **wanted)
+        return outputs
+    from safetensors import safe_open
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    with safe_open(Path(path) / "model.safetensors", "pt") as tensors:
+        table = tensors.get_tensor("model.embed_tokens.weight").float()
+    embedded = [table[torch.tensor(prompt)].tolist() for prompt in one["prompts"]]
+
+    async def ask_all() -> list[dict[str, Any]]:
+        asked = GenerateReqInput(input_embeds=embedded, **wanted)
+        found: list[dict[str, Any]] = await anext(engine.tokenizer_manager.generate_request(asked, None))
+        return found
+
+    return list(engine.loop.run_until_complete(ask_all()))
 
 
 if __name__ == "__main__":

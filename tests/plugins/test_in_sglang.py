@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from plugins.hosting_sglang import Round, ask, assert_equal, assert_ours, ours, write
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_spec
@@ -91,3 +92,18 @@ def test_types_of_caches(architecture: str, options: dict[str, Any], of_ours: di
     asked = ask(path, [first], **(options_of(architecture) | options))
     assert_ours(asked)
     assert_equal(asked.answers[0], ours(path, first, **of_ours))
+
+
+def test_embeddings_answer_as_their_ids(tmp_path: Path) -> None:
+    """In chunks and beside each other, and the server goes on behind them."""
+    path, given = write("Qwen3ForCausalLM", tmp_path), prompts((5, 90, 17), vocab_size=300)
+    weights = load_file(path / "model.safetensors")
+    # SGLang rounds embeddings, whatever type the model has.
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].bfloat16().float()
+    save_file(weights, path / "model.safetensors")
+    first, embedded = Round(given), Round(given, embedded=True)
+    asked = ask(path, [first, embedded, first], disable_radix_cache=True)
+    assert_ours(asked)
+    want = ours(path, first)
+    for found in asked.answers:
+        assert_equal(found, want)

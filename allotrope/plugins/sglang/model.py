@@ -176,13 +176,14 @@ class HostedModel(nn.Module):
         input_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> LogitsProcessorOutput:
-        """`input_ids`: [T], padding last. Positions follow from the batch."""
-        if input_embeds is not None:
-            raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings"])
+        """`input_ids`: [T], padding last. `input_embeds`: [T, hidden] what stands for their embeddings; SGLang lets no
+        request of a batch have ids where another one has these. Positions follow from the batch."""
+        if input_embeds is not None and self.decoder.reads_ids():
+            raise ModelError(self.checkpoint.source, ["its layers read token ids beside their embeddings"])
         self._warm_up(input_ids, forward_batch)
         mode = forward_batch.forward_mode
-        run = self.decoder if mode.is_decode() or self._is_captured() else self.prefill.run
-        hidden = self._compute(input_ids, forward_batch, run)
+        plain = mode.is_decode() or self._is_captured() or input_embeds is not None
+        hidden = self._compute(input_ids, forward_batch, self.decoder if plain else self.prefill.run, input_embeds)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def _warm_up(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> None:
@@ -193,14 +194,21 @@ class HostedModel(nn.Module):
         warm_up_first(self._warmed_up, (self.captures, mode.is_decode()), len(input_ids), step, self.build, log)
 
     def _compute(
-        self, input_ids: torch.Tensor, forward_batch: ForwardBatch, run: Callable[[Step], torch.Tensor]
+        self,
+        input_ids: torch.Tensor,
+        forward_batch: ForwardBatch,
+        run: Callable[[Step], torch.Tensor],
+        embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, hidden], 0 for padding. `run`: the decoder."""
+        """[T, hidden], 0 for padding. `run`: the decoder. `embeddings`: in the place of those of the ids."""
         width = self.decoder.spec.hidden
         if forward_batch.forward_mode.is_idle():
             return torch.zeros(len(input_ids), width, dtype=self.build.dtype, device=self.build.device)
         batch, order, here = self._plan(forward_batch)
-        return order.restored(run(Step(input_ids[order.tokens], batch, here, self._tables)), len(input_ids))
+        step = Step(input_ids[order.tokens], batch, here, self._tables)
+        if embeddings is not None:
+            step.embeddings = embeddings[order.tokens].to(self.build.dtype)
+        return order.restored(run(step), len(input_ids))
 
     def _plan(self, forward_batch: ForwardBatch) -> tuple[BatchLayout, Order, list[LayerStep]]:
         """The batch, and one plan for all layers of a kind."""
