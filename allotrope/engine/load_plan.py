@@ -132,7 +132,7 @@ class LoadPlan:
 
     def with_peers(self, groups: ProcessGroups) -> LoadPlan:
         """The same once the ranks have joined: with their process groups, and with memory that they write into, where
-        they can map it."""
+        they can map it. A draft model works with the same ranks."""
         build = self.build
         if build.parallel.layout.size == 1:
             return self
@@ -142,7 +142,13 @@ class LoadPlan:
         parallel = map_peers(build.parallel, chooser, build.dtype, self.spec.hidden, build.device)
         if any(group.unreachable for group in parallel.groups):
             chooser = Chooser(build.chooser.chip, build.chooser.wanted)
-        return replace(self, build=replace(build, parallel=parallel, chooser=chooser))
+        of_draft = self.draft_build
+        if of_draft is not None:
+            # A draft model may have choices of its own.
+            shared = of_draft.chooser is self.build.chooser
+            own = chooser if shared else Chooser(of_draft.chooser.chip, of_draft.chooser.wanted)
+            of_draft = replace(of_draft, parallel=parallel, chooser=own)
+        return replace(self, build=replace(build, parallel=parallel, chooser=chooser), draft_build=of_draft)
 
     def meta_model(self) -> Decoder:
         """One rank's model, with parameters that take no memory."""

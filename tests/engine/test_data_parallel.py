@@ -211,10 +211,28 @@ def test_requests_go_to_the_cached_prefix_then_to_the_least_load(tmp_path: Path)
 )
 def test_drafts(name: str, kind: str) -> None:
     """From text and of models, whose passes all ranks run together, some of them without sequences."""
+    compare_drafts(name, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LlamaForCausalLM", "ngram"),
+        ("DeepseekV3ForCausalLM", "mtp-some"),
+        ("LlamaForCausalLM", "eagle3-some"),
+        ("LlamaForCausalLM", "draft_model-some"),
+    ],
+)
+def test_drafts_of_pairs_of_ranks(name: str, kind: str) -> None:
+    """A draft model shares its attention among the ranks that share the target's."""
+    compare_drafts(name, kind, tensor_parallel_size=2)
+
+
+def compare_drafts(name: str, kind: str, **layout: Any) -> None:
     torch.set_num_threads(1)
     alone = engine(directory(name), **LOADED)
     want = run(alone, mixed_requests())
-    two = speculating(directory(name), kind, 3, want, data_parallel_size=2, threads=1)
+    two = speculating(directory(name), kind, 3, want, data_parallel_size=2, threads=1, **layout)
     try:
         found = outputs(two, mixed_requests())
         tokens: dict[str, list[int]] = {}
