@@ -37,7 +37,7 @@ class StepRow(NamedTuple):
     for the first of them. `replay`: in a first row, the accepted drafts of the sequence's step before. `next_id`: the
     token behind the last of `ids`, -1 where it is sampled in this step. `prev_sequence`: where the host has yet to read
     how many drafts of the sequence the step before accepted, its index among that step's `sequences`: the row lies as
-    many tokens behind `context`; else -1.
+    many tokens behind `context`; else -1. `padding`: it is of no sequence.
     """
 
     ids: Sequence[int]
@@ -50,6 +50,7 @@ class StepRow(NamedTuple):
     replay: int = 0
     next_id: int = -1
     prev_sequence: int = -1
+    padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ def page_slots(table: Words, page_size: int, host: HostRows) -> Words:
 
 def padding_row(groups: Sequence[CacheGroup]) -> StepRow:
     """A row that stores nothing anyone reads: what a data-parallel rank without rows runs."""
-    return StepRow((0,), 0, [array("q", (0,))] * len(groups), [0] * len(groups), num_logits=0, next_id=0)
+    pages = [array("q", (0,))] * len(groups)
+    return StepRow((0,), 0, pages, [0] * len(groups), num_logits=0, next_id=0, padding=True)
 
 
 class RankFacts(NamedTuple):
@@ -217,8 +219,9 @@ class RankFacts(NamedTuple):
 @dataclass(frozen=True)
 class StepFacts:
     """What the host must know of a packed step. `sampled`, `greedy`: as in `StepPlan`. `has_placeholders`: whether any
-    row ends in one. `copies`: [m, 3] (group, source, target). `logits_indices`: [n]. `sequences`: number of those.
-    `passes`: as in `StepPlan`. `of_ranks`: what each data-parallel rank does; empty where there is one.
+    row ends in one. `padding`: whether the only row is of no sequence. `copies`: [m, 3] (group, source, target).
+    `logits_indices`: [n]. `sequences`: number of those. `passes`: as in `StepPlan`. `of_ranks`: what each data-parallel
+    rank does; empty where there is one.
 
     `decodes_only`, `sampled`, `greedy` and `passes` are those of all data-parallel ranks together, the rest is of one.
     """
@@ -228,6 +231,7 @@ class StepFacts:
     sampled: int
     greedy: bool
     has_placeholders: bool
+    padding: bool
     copies: Words
     logits_indices: Words
     sequences: int
@@ -255,6 +259,7 @@ class StepFacts:
             plan.sampled,
             plan.greedy,
             has_placeholders,
+            any(row.padding for row in plan.rows),
             copies.reshape(-1, 3),
             indices,
             len(plan.sequences),
@@ -263,7 +268,7 @@ class StepFacts:
 
     def arrays(self) -> list[Words]:
         """These facts as arrays for the host."""
-        flags = [self.decodes_only, self.greedy, self.has_placeholders]
+        flags = [self.decodes_only, self.greedy, self.has_placeholders, self.padding]
         numbers = [*flags, self.requests, self.sampled, self.sequences, self.passes]
         of_ranks = np.array(self.of_ranks, dtype=np.int64)
         return [np.array(numbers, dtype=np.int64), self.copies.ravel(), self.logits_indices, of_ranks.ravel()]
@@ -272,13 +277,14 @@ class StepFacts:
     def read(packed: PackedStep) -> StepFacts:
         """The facts that `arrays` packed as the first arrays of the host."""
         numbers, copies, indices, of_ranks, *_ = packed.host
-        decodes_only, greedy, has_placeholders, requests, sampled, sequences, passes = numbers.tolist()
+        decodes_only, greedy, has_placeholders, padding, requests, sampled, sequences, passes = numbers.tolist()
         return StepFacts(
             bool(decodes_only),
             requests,
             sampled,
             bool(greedy),
             bool(has_placeholders),
+            bool(padding),
             copies.reshape(-1, 3),
             indices,
             sequences,

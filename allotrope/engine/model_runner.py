@@ -263,6 +263,8 @@ class ModelRunner:
             shape = len(inputs.ids), model.received_width
             received = self._links.receive(torch.empty(shape, dtype=model.dtype, device=self.device))
         rows = self._rank_rows(*(one.tokens for one in facts.of_ranks))
+        if rows is not None and facts.padding:
+            rows = replace(rows, padding=True)
         if self.recorded is not None and facts.decodes_only:
             hidden = features = self.recorded.run(self._layers.step(inputs.ids, inputs, plans))
         elif self.prefill_graphs is not None and len(inputs.ids) <= self.prefill_graphs.sizes[-1]:

@@ -29,6 +29,7 @@ class Ranks(Protocol):
 @dataclass(frozen=True)
 class RankRows:
     """The rows of a step on each data-parallel rank. `data`: these ranks. `counts`: rows of each, at least one.
+    `padding`: whether those of this rank are of no sequence.
 
     All of it is known to every host: nothing asks a device, and rows of equal counts are exchanged where they lie, so
     that a captured step can do it.
@@ -36,6 +37,7 @@ class RankRows:
 
     data: Ranks
     counts: tuple[int, ...]
+    padding: bool = False
 
     @property
     def own(self) -> int:

@@ -60,7 +60,9 @@ class Step:
         if self._counted is None:
             tensors = self.batch.tensors
             own = (tensors.seq_lens[tensors.request_of_token] > 0).long()
-            self._counted = own if self.rows is None else self.rows.gather(own)
+            if self.rows is not None:
+                own = self.rows.gather(torch.zeros_like(own) if self.rows.padding else own)
+            self._counted = own
         return self._counted
 
     @property
