@@ -33,12 +33,15 @@ KVCacheDType = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_ds_
 StateDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_COUNT = 2**31 - 1
-"""Of tokens, requests and ranks: kernels and requests hold them in 32 bits."""
+"""Of tokens and requests: kernels and requests hold them in 32 bits."""
 
 MAX_BYTES = 2**63 - 1
 
 MAX_SEQUENCES = 65536
 """Of a step: many times what the memory of one device serves. Buffers of a step are made for all of them."""
+
+MAX_RANKS = 4096
+"""Of a layout, each a process: many times what any model is served by."""
 
 MAX_THREADS = 1024
 """More than the cores of one host; OpenMP ends the process where it cannot start as many as it is asked for."""
@@ -55,9 +58,9 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._~-]
 # Of options that are whole numbers: the least and the most.
 _RANGES = {
     "seed": (-MAX_SEED, MAX_SEED),
-    "tensor_parallel_size": (1, MAX_COUNT),
-    "data_parallel_size": (1, MAX_COUNT),
-    "pipeline_parallel_size": (1, MAX_COUNT),
+    "tensor_parallel_size": (1, MAX_RANKS),
+    "data_parallel_size": (1, MAX_RANKS),
+    "pipeline_parallel_size": (1, MAX_RANKS),
     "num_redundant_experts": (0, MAX_COUNT),
     # A prompt has a token, and so has its output.
     "max_model_len": (2, MAX_COUNT),
@@ -232,6 +235,8 @@ class EngineConfig:
             reasons.append(f"quantization={self.quantization} quantizes what quantized_weights=dequantize makes plain")
         if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
+        if not reasons and self.layout.size > MAX_RANKS:
+            reasons.append(f"{self.layout} are {self.layout.size} ranks; at most {MAX_RANKS} are allowed")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and sequences is not None and tokens < sequences:
             reasons.append(

@@ -35,6 +35,11 @@ def test_whole_numbers_have_bounds(name: str, value: int) -> None:
         ({"threads": 1025}, "threads=1025; at most 1024 is allowed"),
         ({"max_num_seqs": 65537}, "max_num_seqs=65537; at most 65536 is allowed"),
         ({"max_model_len": 1}, "max_model_len=1; at least 2 is needed"),
+        ({"data_parallel_size": 4097}, "data_parallel_size=4097; at most 4096 is allowed"),
+        (
+            {"tensor_parallel_size": 8, "data_parallel_size": 1024},
+            "tensor_parallel_size=8, data_parallel_size=1024 are 8192 ranks; at most 4096 are allowed",
+        ),
     ],
 )
 def test_numbers_that_no_engine_runs_with(options: dict[str, Any], reason: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from allotrope.cache.memory import Demand, make_plan
 from allotrope.checkpoint.checkpoint import Checkpoint
-from allotrope.config import EngineConfig
+from allotrope.config import MAX_RANKS, EngineConfig
 from allotrope.engine.exchange import Exchange, total_seconds, total_sent
 from allotrope.engine.host_bound import runs_in_pieces
 from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout
@@ -360,6 +360,8 @@ def check_machines(figures: ChipFigures, gpus: int, hosts: int | None) -> Machin
     reasons = []
     if gpus < 1:
         reasons.append(f"gpus={gpus}; at least 1 is needed")
+    if gpus > MAX_RANKS:
+        reasons.append(f"gpus={gpus}; at most {MAX_RANKS} are compared")
     count = max(1, -(-gpus // figures.host)) if hosts is None else hosts
     if count < 1 or gpus % max(count, 1):
         reasons.append(f"hosts={count} do not share gpus={gpus} evenly")

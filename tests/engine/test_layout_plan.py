@@ -222,6 +222,8 @@ def test_machines_that_cannot_be_are_refused_with_every_reason() -> None:
         check_machines(FIGURES["l40s"], 16, 3)
     with pytest.raises(ConfigError, match="gpus=0; at least 1 is needed"):
         check_machines(H200, 0, None)
+    with pytest.raises(ConfigError, match="gpus=720720; at most 4096 are compared"):
+        check_machines(H200, 720720, None)
     assert check_machines(H200, 16, None) == Machines(H200, 16, 2)
 
 
