@@ -30,7 +30,7 @@ class StepLog:
         self._due: dict[str, float] = {}
 
     def run(self, plan: StepPlan, prev_sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Executor.run`. Of several data-parallel ranks, the first one's part is measured."""
+        """As `Executor.run`. Of several data-parallel ranks, the part of the one with the most tokens is measured."""
         kind, now = "a decode step" if plan.decodes_only else "a step with prompts", time.monotonic()
         # Not the first one: kernels are compiled in it.
         if now < self._due.setdefault(kind, now + self._seconds):
@@ -41,7 +41,7 @@ class StepLog:
         logits = self._executor.run(plan, prev_sampled)
         self._wait()
         seconds = time.perf_counter() - begin
-        own = plan.parts[0] if plan.parts else plan
+        own = max(plan.parts, key=lambda part: part.tokens, default=plan)
         new, kv_lens = _lengths(own)
         cost = self._work(new, kv_lens, sum(row.num_logits for row in own.rows))
         what = f"{kind} of {sum(new)} tokens of {len(new)} requests that see {sum(kv_lens)}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.watching import engine, request, run
+from engine.watching import GREEDY, engine, request, run
 from tiny_checkpoints import TinyCheckpoint, prompts, write_tiny
 
 from allotrope.architectures.qwen3_moe import tiny_qwen3_moe
@@ -55,6 +56,22 @@ def test_every_step_is_told(tiny: TinyCheckpoint, scheduling: str, caplog: pytes
     load_plan = resolve_load_plan(EngineConfig(model=str(tiny.directory), dtype="float32"))
     work = step_cost(load_plan, LENGTHS, LENGTHS)
     assert told[0][5].startswith(", ".join(f"{kind} {_numbers(one)}" for kind, one in work.items()) + ": ")
+
+
+def test_the_rank_with_the_most_tokens_is_told(tiny: TinyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """The first of two data-parallel ranks has no request any more when the other one still decodes."""
+    short, long = prompts(LENGTHS)
+    asked = [request("short", short, replace(GREEDY, max_tokens=2)), request("long", long, GREEDY)]
+    want = run(engine(tiny.directory), asked)
+    two = engine(tiny.directory, data_parallel_size=2, threads=1, step_log_seconds=0)
+    try:
+        with caplog.at_level(logging.INFO, "allotrope.engine"):
+            assert run(two, asked) == want
+    finally:
+        two.close()
+    told = lines(caplog)
+    assert told[0][:4] == ("a step with prompts", "11", "1", "11")
+    assert told[-1][:4] == ("a decode step", "1", "1", "18")
 
 
 def test_drafts_are_tokens_of_their_request(tiny: TinyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
