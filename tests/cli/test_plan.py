@@ -211,7 +211,7 @@ def test_layouts_are_compared_and_one_is_proposed(run: Run, tmp_path: Path) -> N
     assert [one["requests"] for one in proposed[0]["decode"]] == found["requests"]
     text = run("plan", model, "--chip", "h200", "--gpus", "4", "--context", "64").stdout
     assert "\nlayout " in text and f"\nproposed: {proposed[0]['options']}: it holds" in text
-    assert "\nbest with 4 requests: TP4, " in text and "\n  PP4: pipeline_parallel_size=4 (needs 3 or fewer" in text
+    assert "\nbest with 4 requests: DP4, " in text and "\n  PP4: pipeline_parallel_size=4 (needs 3 or fewer" in text
 
 
 def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> None:
