@@ -116,13 +116,16 @@ class Engine:
 
         `constraints`: the request's grammar, compiled; without it `add` waits for that, as `compile_grammar` does not.
         """
-        if self._closed:
-            raise EngineDead("the engine is closed; make a new one")
+        self._refuse_closed()
         grammar = request.params.grammar
         if grammar is not None and constraints is None:
             self.check(request)
             constraints = self.compile_grammar(grammar).result()
         self._requests.add(request, constraints)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine is closed; make a new one")
 
     def check(self, request: Request, aside: int = 0) -> None:
         """Raise what `add` would raise at once. `aside`: requests that wait for their grammars outside the queue."""
@@ -154,8 +157,9 @@ class Engine:
     def step(self) -> list[SequenceOutput]:
         """Run one forward pass and return new tokens; [] when there is nothing to run. See `StepLoop.step`.
 
-        Raises EngineDead with the reason once a rank of several has failed.
+        Raises EngineDead with the reason once a rank of several has failed, and after `close`.
         """
+        self._refuse_closed()
         if self._thread_waiting is not None:
             self._thread_waiting.look()
         with self._executor.step():

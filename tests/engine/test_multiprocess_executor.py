@@ -164,3 +164,15 @@ def test_a_dead_rank_is_named_at_the_next_step(tmp_path: Path) -> None:
             run(two, [request("again", [9, 10])])
     finally:
         two.close()
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["alone", "stages"])
+def test_an_engine_that_was_closed_with_open_requests_says_so(layout: dict[str, Any], tmp_path: Path) -> None:
+    options = {"load_format": "dummy", "max_model_len": 128, "device": "cpu", "threads": 1}
+    closed = engine(write("LlamaForCausalLM", tmp_path), **options, **layout)
+    closed.add(ASKED[1])
+    closed.step()
+    closed.close()
+    for call in (closed.step, lambda: closed.add(ASKED[0])):
+        with pytest.raises(EngineDead, match="the engine is closed; make a new one"):
+            call()
