@@ -59,6 +59,21 @@ def test_every_rank_gets_its_rows(size: int, protocol: Protocol) -> None:
         assert torch.equal(torch.cat(got), sums.all_reduce(ranks, parts)[0])
 
 
+@pytest.mark.parametrize("protocol", ROWS_PROTOCOLS, ids=lambda one: one.value)
+def test_parts_that_begin_within_a_word(protocol: Protocol) -> None:
+    """And parts that do not lie one row after another."""
+    ranks = ranks_of(2, 2)
+    for kind in (torch.bfloat16, torch.int64):
+        for parts in (
+            [drawn(kind, 4 * 6 + 1)[1:].view(4, 6) for _ in ranks],
+            [drawn(kind, 4, 8)[:, 1:7] for _ in ranks],
+        ):
+            assert torch.equal(launch(protocol, ranks, parts, reduce=False)[0], torch.cat(parts))
+            if kind == torch.bfloat16:
+                want = reference.reduce_scatter(ranks, parts)
+                assert torch.equal(launch(protocol, ranks, parts, reduce=True)[1], want[1])
+
+
 def test_calls_take_turns_with_sums() -> None:
     """Over one workspace: one that reads what an earlier call left behind is found."""
     ranks = ranks_of(2, 12)

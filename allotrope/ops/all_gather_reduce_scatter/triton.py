@@ -23,7 +23,7 @@ from allotrope.ops.all_gather_reduce_scatter import reference
 from allotrope.ops.all_gather_reduce_scatter.triton_ll import ll_kernel
 from allotrope.ops.all_gather_reduce_scatter.triton_one_shot import one_shot_kernel
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES, ROWS_PROTOCOLS, Protocol, choose_protocol
-from allotrope.ops.all_reduce.triton import at_once, config
+from allotrope.ops.all_reduce.triton import aligned, at_once, config
 
 
 def all_gather(ranks: Sequence[Communicator], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,10 +65,11 @@ def launch_phases(
     protocol: Protocol, workspace: Workspace, x: torch.Tensor, out: torch.Tensor, phases: range, *, reduce: bool
 ) -> None:
     """Run the sends (0), the rest (1) or all of one rank's call. `x`, `out`: as `launch` has them."""
-    x, layout, chip = x.contiguous(), workspace.layout, chip_of(x.device)
+    # A part of another tensor may begin within a word.
+    x, layout, chip = aligned(x.flatten()), workspace.layout, chip_of(x.device)
     if not reduce:
         # Whatever the numbers are, they are copied as words.
-        x, out = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
+        x, out = x.view(torch.int32), out.view(-1).view(torch.int32)
     numbers = x.numel() // layout.ranks if reduce else x.numel()
     size = FLAT_BYTES // x.element_size()
     blocks = cdiv(numbers, size)

@@ -62,7 +62,7 @@ class Norm(NamedTuple):
 
 def all_reduce(ranks: Sequence[Communicator], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As `reference.all_reduce`. The process group sums what is too large, and what ends within a word."""
-    parts = [_aligned(one.flatten()).view(one.shape) for one in parts]
+    parts = [aligned(one.flatten()).view(one.shape) for one in parts]
     x = parts[0]
     size = FLAT_BYTES // x.element_size()
     protocol = None
@@ -85,14 +85,14 @@ def all_reduce_add_rms_norm(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """As `reference.all_reduce_add_rms_norm`, with `add_norm` where the sum is the process group's."""
     rows, size = residual.shape
-    parts, residual = [_aligned(one) for one in parts], _aligned(residual)
+    parts, residual = [aligned(one) for one in parts], aligned(residual)
     protocol = _protocol(ranks, rows, size * residual.element_size())
     if protocol is None:
         return reference.all_reduce_add_rms_norm(ranks, parts, residual, weight, floor, inner, scale, add_norm)
     return launch(protocol, ranks, parts, size, Norm(residual, weight, floor, inner, scale))
 
 
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
+def aligned(rows: torch.Tensor) -> torch.Tensor:
     """The same, or a copy, with rows that can be read in vectors of 16 bytes."""
     steps = [stride * rows.element_size() for stride in rows.stride()[:-1]]
     if rows.stride(-1) == 1 and not any(step % 16 for step in steps) and rows.data_ptr() % 16 == 0:
