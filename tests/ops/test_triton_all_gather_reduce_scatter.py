@@ -13,11 +13,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl
 
+from allotrope.kernels.backend import choose
+from allotrope.kernels.chip_figures import figures_of
 from allotrope.kernels.symmetric_memory import Communicator, Layout, Workspace, local_workspaces
-from allotrope.ops.all_gather_reduce_scatter import reference
+from allotrope.ops.all_gather_reduce_scatter import ALL_GATHER, REDUCE_SCATTER, reference
 from allotrope.ops.all_gather_reduce_scatter.triton import all_gather, launch, launch_phases, reduce_scatter
+from allotrope.ops.all_reduce import ALL_REDUCE, AllReduceSpec, triton_row
 from allotrope.ops.all_reduce import reference as sums
-from allotrope.ops.all_reduce import triton_row
 from allotrope.ops.all_reduce.protocol import FLAT_BYTES, ROWS_PROTOCOLS, Protocol
 from allotrope.ops.all_reduce.triton import all_reduce
 
@@ -123,6 +125,15 @@ def test_what_has_no_room_is_left_to_the_group() -> None:
     parts = [drawn(torch.float32, 400, 2048) for _ in ranks]
     assert torch.equal(reduce_scatter(ranks, parts)[1], (parts[0] + parts[1])[200:])
     assert not any(rank.workspace is None or rank.workspace.counters.any() for rank in ranks)
+
+
+def test_rows_for_which_no_memory_is_mapped_are_left_to_the_group() -> None:
+    """Of models whose parts no kernel sums."""
+    h200 = figures_of("h200")
+    assert h200 is not None
+    for size, name in ((8192, "triton"), (16384, "reference")):
+        spec = AllReduceSpec(size, torch.bfloat16, 2)
+        assert {choose(op, spec, h200.chip).backend.name for op in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)} == {name}
 
 
 def test_calls_that_wait_for_a_dead_rank_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

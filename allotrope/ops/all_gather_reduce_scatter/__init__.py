@@ -14,12 +14,16 @@ from allotrope.kernels.chip import Chip
 from allotrope.kernels.symmetric_memory import symmetric_memory_reasons
 from allotrope.kernels.triton_version import needs_triton
 from allotrope.ops.all_gather_reduce_scatter import reference
-from allotrope.ops.all_reduce import SUMMED_DTYPES, AllReduceSpec
+from allotrope.ops.all_reduce import MAX_SIZE, SUMMED_DTYPES, AllReduceSpec
 
 
 def _gather_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
     reasons = [*needs_triton(spec, chip), *spec.unreachable]
-    return reasons or symmetric_memory_reasons(spec.ranks)
+    if not reasons:
+        reasons += symmetric_memory_reasons(spec.ranks)
+    if spec.size > MAX_SIZE:
+        reasons.append(f"size={spec.size} (needs {MAX_SIZE} or less: for longer rows the ranks map no memory)")
+    return reasons
 
 
 def _scatter_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
