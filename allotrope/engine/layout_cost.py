@@ -199,7 +199,7 @@ class StageCost:
             # Every data-parallel rank has all rows before a feed-forward block, and its own ones after it.
             (ALL_GATHER, "rows for feed-forward blocks", self._sums["layer"], gathered, "data"),
             (REDUCE_SCATTER, "rows of feed-forward blocks", self._sums["layer"], gathered, "data"),
-            (ALL_GATHER, "rows to sample", int(self.first), rows.logits * self._hidden, "data"),
+            (ALL_GATHER, "rows to sample", int(self.last), rows.logits * self._hidden, "data"),
         ]
         exchanges = [
             Exchange(name, of, count, size, *groups[group])
@@ -207,8 +207,8 @@ class StageCost:
             if count and groups[group][0] > 1
         ]
         if layout.pipeline > 1:
-            # The residual stream; behind the last stage, the rows to sample alone.
-            size = rows.logits // data * self._hidden if self.last else rows.own * self._sent * self._item
+            # The residual stream; behind the last stage, the rows to sample alone, of all data-parallel ranks.
+            size = rows.logits * self._hidden if self.last else rows.own * self._sent * self._item
             exchanges.append(Exchange(SEND, "rows to the next stage", 1, size, 2, hosts.of_pipeline))
         return tuple(exchanges)
 
