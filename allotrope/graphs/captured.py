@@ -122,6 +122,11 @@ class Graphs(ABC, Generic[Captured]):
             self._pool = torch.cuda.graph_pool_handle()
         self._graphs[size] = self._capture(size)
 
+    def drop(self, size: int) -> None:
+        """Let go of the graph of a size, and of the memory that no other one shares with it."""
+        del self._graphs[size]
+        torch.cuda.empty_cache()
+
     def stop_capturing(self) -> None:
         """Leave the sizes that have no graph eager."""
         self._pending.clear()

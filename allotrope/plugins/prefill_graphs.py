@@ -29,8 +29,8 @@ SIZES = (*prefill_sizes(MOST_TOKENS), 5120, 6144, 7168, 8192)
 _WAITS, _GAINS = 0.8, 0.1
 # Tokens of a step that is as long as its size, to these.
 _FULL = 0.98
-# What a host has left free on the device stays free: it allocates there itself.
-_FREE_BYTES = 2 << 30
+# Of what a host has left free on the device, this before a graph and this behind it: the host allocates there itself.
+_FREE_BYTES, _LEFT_BYTES = 2 << 30, 1 << 30
 
 
 class PrefillGraphs:
@@ -101,6 +101,9 @@ class PrefillGraphs:
             if free_memory(self._device) < _FREE_BYTES:
                 raise RuntimeError("little memory is free")
             graphs.capture(size)
+            if free_memory(self._device) < _LEFT_BYTES:
+                graphs.drop(size)
+                raise RuntimeError(f"the one of {size} left little memory free")
         except RuntimeError as error:
             self._captures = False
             self._log.warning("allotrope: no more prefill graphs, after those of %s tokens: %s", graphs.captured, error)

@@ -89,10 +89,15 @@ class Graphs:
             raise RuntimeError("no room")
         self.captured.append(size)
 
+    def drop(self, size: int) -> None:
+        self.captured.remove(size)
 
-def steps_of(graphs: Graphs, lengths: tuple[int, ...], free: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What steps of so many tokens do."""
-    monkeypatch.setattr(prefill_graphs, "free_memory", lambda device: free)
+
+def steps_of(
+    graphs: Graphs, lengths: tuple[int, ...], free: int, monkeypatch: pytest.MonkeyPatch, taken: int = 0
+) -> list[str]:
+    """What steps of so many tokens do. `taken`: memory of each graph."""
+    monkeypatch.setattr(prefill_graphs, "free_memory", lambda device: free - taken * len(graphs.captured))
 
     class Decoder:
         layers = ()
@@ -160,3 +165,17 @@ def test_without_room_no_size_more_is_captured(
     assert ran == ["eager 32", "timed 32", "plain 30", "replay 16"]
     (warning,) = graphs.warnings
     assert "no more prefill graphs" in warning and why in warning
+
+
+def test_a_graph_that_takes_too_much_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs({16, 32})
+    ran = steps_of(graphs, (9, 9, 9, 30, 30, 30, 9), 3 << 30, monkeypatch, taken=(1 << 30) + (1 << 29))
+    # The first one leaves half of what the second may begin with.
+    assert ran == ["eager 16", "timed 16", "replay 16", "eager 32", "timed 32", "plain 30", "replay 16"]
+    (warning,) = graphs.warnings
+    assert "after those of [16] tokens" in warning and "little memory is free" in warning
+    graphs = Graphs({16, 32})
+    ran = steps_of(graphs, (9, 9, 9, 9), 3 << 30, monkeypatch, taken=(2 << 30) + (1 << 29))
+    assert ran == ["eager 16", "timed 16", "plain 9", "plain 9"] and graphs.captured == []
+    (warning,) = graphs.warnings
+    assert "the one of 16 left little memory free" in warning
