@@ -47,7 +47,7 @@ def test_every_option_may_be_in_the_file(tmp_path: Path) -> None:
     for config, field in SERVE_FIELDS:
         values[field.name] = not field.default if isinstance(field.default, bool) else other_value(config, field)[1]
     # Values that do not go together.
-    values |= {"max_num_batched_tokens": 256}
+    values |= {"max_num_batched_tokens": 256, "data_parallel_size": 2, "pipeline_parallel_size": 3}
     status, output, received = run("--config", write(tmp_path, json.dumps(values), "all.json"))
     assert status == 0, output
     engine, server = received[0]
