@@ -15,6 +15,7 @@ from allotrope.errors import InvalidRequest
 from allotrope.grammars.limits import read_json, refuse
 from allotrope.request import Grammar
 
+_ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -184,7 +185,8 @@ class _Writer:
     def _regex(self, pattern: Any) -> str:
         if not isinstance(pattern, str) or not pattern:
             raise self._refuse("each regex has a pattern")
-        return "/" + re.sub(r"(?<!\\)/", r"\\/", pattern) + "/"
+        # Escapes are read as wholes: a slash behind an escaped backslash would end the literal.
+        return "/" + _ESCAPE_OR_SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], pattern) + "/"
 
     def _text(self, text: Any) -> str:
         """`text` as literals and special tokens."""

@@ -35,8 +35,8 @@ _FORMATS = frozenset("date time date-time duration email hostname ipv4 ipv6 uri 
 _BY_NAME = ("properties", "$defs", "definitions")
 _SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf")
 _SIBLINGS = ("type", "properties", "required", "items", "enum", "const", "additionalProperties", "pattern", "minimum")
-# A pattern becomes JSON as it stands: what matches quotes or control characters would break the text.
-_UNESCAPED = re.compile(r'\\[sSDWpPxu"]|\[\^|(?<!\\)\.|"')
+# A pattern becomes JSON as it stands: what matches quotes, backslashes or control characters would break the text.
+_UNESCAPED = re.compile(r'(?:[^\\]|\\.)*?(?:\\[sSDWpPxunrtfv0"\\]|\[\^|\.|")', re.DOTALL)
 _REPETITION = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
@@ -170,7 +170,7 @@ def _unsupported(schema: Any) -> Iterator[str]:
                 yield f"{name} is more than {_MAX_REPETITIONS}"
             if name in ("enum", "anyOf") and isinstance(value, list) and len(value) > _MAX_ALTERNATIVES:
                 yield f"{name} has more than {_MAX_ALTERNATIVES} alternatives"
-            if name == "pattern" and (len(str(value)) > _MAX_REPETITIONS or _UNESCAPED.search(str(value))):
+            if name == "pattern" and (len(str(value)) > _MAX_REPETITIONS or _UNESCAPED.match(str(value))):
                 yield "pattern is too long, or matches characters that JSON escapes"
             if name in _BY_NAME and isinstance(value, dict):
                 left += value.values()

@@ -59,3 +59,12 @@ def test_text_within_a_tag_excludes_texts(end: str, piece: str | bytes) -> None:
     assert taken(format, "<f>a<g>") == "<f>a<g"
     assert taken(format, f"<f>a{end}X") in (f"<f>a{end}", f"<f>a{end[:-1]}")
     assert taken(content, 'aé\n"/') == 'aé\n"'
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [("a/b", "a/b"), (r"a\/b", "a/b"), (r"\\/", r"\/"), (r"\\\/x", r"\/x"), (r"[\\/]+", r"/\/")]
+)
+def test_a_regex_has_slashes_behind_any_number_of_backslashes(pattern: str, text: str) -> None:
+    format = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": pattern}, "end": "E"}
+    assert taken(format, f"<f>{text}E") == f"<f>{text}E"
+    assert taken(format, "<f>b") == "<f>"
