@@ -10,20 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-
-class Ranks(Protocol):
-    """This one of several ranks, and their collectives over as many rows of each."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def reduce_scatter(self, y: torch.Tensor) -> torch.Tensor: ...
+from allotrope.layers.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -35,7 +25,7 @@ class RankRows:
     that a captured step can do it.
     """
 
-    data: Ranks
+    data: Parallel
     counts: tuple[int, ...]
     padding: bool = False
 
@@ -73,7 +63,7 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
-def gather_selected(data: Ranks, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def gather_selected(data: Parallel, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """As `RankRows.gather`, of ranks that may have no rows."""
     if not sum(counts):
         return x
