@@ -44,10 +44,8 @@ class PrefillGraphs:
         self._captures = wanted and build.parallel.size == 1 and build.device.type == "cuda"
         # The most tokens of a step that may wait for the host.
         self._most = SIZES[-1]
-        # Sizes of which a step ran, of which steps wait, and of which not even those gain that need no padding.
-        self._ran: set[int] = set()
-        self._waiting: set[int] = set()
-        self._busy: set[int] = set()
+        # Of sizes of which a step ran, how much of its time launching takes; all of it until that is measured.
+        self._launching: dict[int, float] = {}
         self._buffers: PrefillBuffers | None = None
         self.graphs: PiecewiseGraphs | None = None
 
@@ -59,11 +57,11 @@ class PrefillGraphs:
         if (self._captures or self.graphs is not None) and tokens <= SIZES[-1] and not captured:
             buffers, graphs = self._static()
             size = graphs.padded(tokens)
-            full = tokens >= _FULL * size
+            full, launching = tokens >= _FULL * size, self._launching.get(size, 1.0)
             if size in graphs.captured:
-                static = full or size in self._waiting
+                static = full or launching > _WAITS
             else:
-                static = self._captures and (size <= self._most or (full and size not in self._busy))
+                static = self._captures and (size <= self._most or (full and launching > _GAINS))
             if static:
                 buffers.refresh(step.ids, step.batch.positions, size)
                 self._run(graphs, size, step, full=full)
@@ -72,20 +70,16 @@ class PrefillGraphs:
         return hidden
 
     def _run(self, graphs: PiecewiseGraphs, size: int, step: Step, *, full: bool) -> None:
-        if size in graphs.captured or size not in self._ran:
-            self._ran.add(size)
+        if size in graphs.captured or size not in self._launching:
+            self._launching.setdefault(size, 1.0)
             graphs.run(size, step)
             return
-        launching = graphs.run_timed(size, step)
-        if launching > _WAITS:
-            self._waiting.add(size)
-        else:
+        launching = self._launching[size] = graphs.run_timed(size, step)
+        if launching <= _WAITS:
             # Nor will longer ones wait.
             self._most = min(self._most, max((one for one in graphs.sizes if one < size), default=0))
         if launching > (_GAINS if full else _WAITS):
             self._capture(graphs, size)
-        elif full:
-            self._busy.add(size)
 
     def _static(self) -> tuple[PrefillBuffers, PiecewiseGraphs]:
         """Made with the first step."""
