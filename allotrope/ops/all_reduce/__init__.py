@@ -21,7 +21,7 @@ from allotrope.ops.all_reduce import reference
 
 # Longer rows do not fit into the registers of a block.
 MAX_SIZE = 8192
-SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,20 @@ class AllReduceSpec:
     unreachable: tuple[str, ...] = ()
 
 
-def _triton_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
+def triton_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
+    """Why kernels cannot sum, and ranks map no memory for it."""
     reasons = [*needs_triton(spec, chip), *spec.unreachable]
     if not reasons:
         reasons += symmetric_memory_reasons(spec.ranks)
-    if spec.dtype not in SUMMED_DTYPES:
-        reasons.append(f"dtype={spec.dtype} (needs one of {', '.join(map(str, SUMMED_DTYPES))})")
+    if spec.dtype not in _DTYPES:
+        reasons.append(f"dtype={spec.dtype} (needs one of {', '.join(map(str, _DTYPES))})")
     if spec.size > MAX_SIZE:
         reasons.append(f"size={spec.size} (needs {MAX_SIZE} or less)")
     return reasons
 
 
 def _rows_rejects(spec: AllReduceSpec, chip: Chip) -> list[str]:
-    reasons = _triton_rejects(spec, chip)
+    reasons = triton_rejects(spec, chip)
     if spec.size * spec.dtype.itemsize % 16:
         reasons.append(f"size={spec.size} in {spec.dtype} (needs rows of a multiple of 16 bytes)")
     return reasons
@@ -57,7 +58,7 @@ ALL_REDUCE = Op(
     "all_reduce",
     "y = sum of the ranks' parts",
     (
-        Backend("triton", _triton_rejects, lazily("allotrope.ops.all_reduce.triton", "all_reduce")),
+        Backend("triton", triton_rejects, lazily("allotrope.ops.all_reduce.triton", "all_reduce")),
         Backend("reference", runs_anywhere, reference.all_reduce),
     ),
 )
