@@ -30,6 +30,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from allotrope.kernels.symmetric_memory import Communicator, map_workspace  # noqa: E402
+from allotrope.kernels.tiles import cdiv  # noqa: E402
 from allotrope.kernels.tolerance import KINDS, compare  # noqa: E402
 from allotrope.ops.all_gather_reduce_scatter import reference as rows_reference  # noqa: E402
 from allotrope.ops.all_reduce import reference  # noqa: E402
@@ -159,7 +160,7 @@ def ways_of_rows(collective: str, rank: Communicator, x: torch.Tensor) -> dict[s
 
 def blocks(rank: Communicator, x: torch.Tensor, reduce: bool) -> int:
     """Of what is sent to each rank."""
-    return -(-x.nbytes // (FLAT_BYTES * (rank.size if reduce else 1)))
+    return cdiv(x.nbytes // (rank.size if reduce else 1), FLAT_BYTES)
 
 
 def check_rows(run: Run, collective: str, rank: Communicator, x: torch.Tensor) -> list[str]:
@@ -321,8 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = json.loads(Path(out).read_text())
     env = environment(torch.device("cuda"))
     command = " ".join(["python", "bench/all_reduce.py", *(sys.argv[1:] if arguments is None else arguments)])
-    report = {"command": command, "environment": env, "ranks": options.ranks, "hidden": options.hidden, "rows": rows}
-    report["collective"] = options.collective
+    measured = {"collective": options.collective, "ranks": options.ranks, "hidden": options.hidden, "rows": rows}
+    report = {"command": command, "environment": env, **measured}
     path = options.out or RESULTS / f"{options.collective}_x{options.ranks}_{env['slug']}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + ".json").write_text(json.dumps(report, indent=1) + "\n")
