@@ -212,7 +212,7 @@ def _map_group(
         log.warning("parts are summed by the process group: %s", "; ".join(reasons))
         return dataclasses.replace(group, unreachable=reasons)
     log.info("parts are summed through %.1f MB of peer memory", workspace.layout.bytes / 1e6)
-    # The layers that exchange rows say so in the log.
+    # The layers that exchange rows or gather top-k indices say so in the log.
     silent = Chooser(chooser.chip, chooser.wanted)
     gather, scatter = (silent.choose(one, spec).run for one in (ALL_GATHER, REDUCE_SCATTER))
     return dataclasses.replace(group, workspace=workspace, sum=chosen.run, gather=gather, scatter=scatter)

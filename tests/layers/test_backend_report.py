@@ -20,6 +20,7 @@ from allotrope.kernels.chip import CPU as CPU_CHIP
 from allotrope.layers.backend_report import backend_choices, uncaptured, warn_without_kernels
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
+from allotrope.layers.parallel import Parallel
 
 # Of each family, a model: what the log has to say on a CPU does not depend on the processor but for `compiled`.
 MODELS = {
@@ -67,6 +68,16 @@ def test_every_choice_is_said_with_its_reasons(name: str) -> None:
     assert len(operations) == len(set(operations))
     chosen = {f"operation {one.op}/{one.backend.name}" for one in build.chooser.choices if one.op not in FAMILIES}
     assert {line.partition(" (")[0].partition(";")[0] for line in operations} == chosen
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_what_ranks_send_is_said(family: str) -> None:
+    """Sums of every model; gathers of those whose ranks each select top-k indices of a share of the tokens."""
+    build = Build(parallel=Parallel(0, 2))
+    said = "\n".join(backend_choices(decoder(MODELS[family], build), build))
+    assert "operation all_reduce/reference" in said
+    assert ("operation all_gather/reference" in said) == (family in ("dsa", "csa"))
+    assert "operation reduce_scatter" not in said
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))

@@ -12,7 +12,7 @@ from allotrope.attention.csa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import Linear, RowLinear
-from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm, shared_by
+from allotrope.layers.mixers.mixer import Mixer, attention_of, choose_gather, head_norm, shared_by
 from allotrope.layers.norm import RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -63,6 +63,7 @@ class CsaMixer(Mixer):
         super().__init__()
         self.spec, self.parallel = attention_of(spec, build), build.parallel
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
+        choose_gather(self.spec.indexer, spec.hidden, build)
         # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         dim, indexer = spec.head_dim, spec.indexer

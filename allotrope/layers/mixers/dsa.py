@@ -13,7 +13,7 @@ from allotrope.attention.dsa import IndexerSpec as IndexerSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
 from allotrope.layers.linear import RowLinear
-from allotrope.layers.mixers.mixer import Mixer, attention_of, shared_by
+from allotrope.layers.mixers.mixer import Mixer, attention_of, choose_gather, shared_by
 from allotrope.layers.mixers.mla import LatentProjection, MlaMixerSpec, Projected
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -62,6 +62,7 @@ class DsaMixer(Mixer):
         super().__init__()
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
+        choose_gather(self.spec.indexer, spec.mla.hidden, build)
         # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         from_x: tuple[Section, ...] = ()

@@ -17,6 +17,7 @@ from allotrope.layers.build import Build
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep
+from allotrope.ops.all_gather_reduce_scatter import ALL_GATHER
 
 Shared = TypeVar("Shared", csa.IndexerSpec, dsa.IndexerSpec)
 
@@ -64,6 +65,12 @@ def shared_by(parallel: Parallel, indexer: Shared | None) -> Shared | None:
     if indexer is None or parallel.host_all_reduce is not None:
         return indexer
     return dataclasses.replace(indexer, rank=parallel.rank, ranks=parallel.size)
+
+
+def choose_gather(indexer: Shared | None, hidden: int, build: Build) -> None:
+    """The backend that gathers the top-k indices of the ranks that share an indexer, through `Parallel`."""
+    if indexer is not None and indexer.ranks > 1:
+        build.chooser.choose(ALL_GATHER, build.parallel.all_reduce_spec(hidden, build.dtype))
 
 
 def head_norm(norm: RMSNorm | AllHeadsNorm | None) -> HeadNorm | None:
