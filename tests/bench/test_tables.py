@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bench_scripts import BENCH, load_script
-from test_engine_bench import tiny
+from random_models import tiny
 
 from bench.engine import turns
 from bench.engine.options import parse
