@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from allotrope.architectures.registry import Architecture, read_draft, read_spec
+from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import online_statement, quantization_of
 from allotrope.config import EngineConfig
+from allotrope.engine.draft_plan import build_of_draft, resolve_draft
 from allotrope.engine.expert_load import read_expert_placements, refuse_misplaced
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
@@ -27,7 +28,6 @@ from allotrope.layers.decoder import Decoder
 from allotrope.layers.decoder_draft import DecoderDraftSpec
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.draft_spec import DraftSpec
-from allotrope.layers.eagle3 import Eagle3Spec
 from allotrope.layers.expert_placement import ExpertPlacement
 from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
@@ -35,17 +35,11 @@ from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, ProcessGroups, map_peers
 from allotrope.layers.stage import Stage, cut
 from allotrope.loading.decoder import make_meta_decoder, only_kept, quantized_build
-from allotrope.loading.decoder_draft import decoder_draft_build, resolve_decoder_draft
-from allotrope.loading.draft import draft_build, make_meta_draft
-from allotrope.loading.eagle3 import eagle3_build, resolve_eagle3
+from allotrope.loading.draft import make_meta_draft
 from allotrope.loading.kv_scales import attention_specs
-from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import GgufBlocks
-from allotrope.ops.matmul.plain import PLAIN
-from allotrope.ops.matmul.weight import Format
 from allotrope.ops.registry import registered_ops
 from allotrope.ops.sampling.sampler import Sampler
-from allotrope.speculative_config import MAX_SPECULATIVE_TOKENS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Rows of a decode step that drafts may fill where sequences alone are fewer: so many read weights as few do.
@@ -188,7 +182,7 @@ def resolve_load_plan(
         _state_quantization(config, checkpoint, chip)
     build = _build(config, parallel, checkpoint, chip)
     build = replace(build, expert_placements=_expert_placements(config, parallel))
-    draft, draft_checkpoint, max_drafts = _resolve_draft(config, architecture, spec, checkpoint)
+    draft, draft_checkpoint, max_drafts = resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(
@@ -217,7 +211,7 @@ def resolve_load_plan(
         of_draft: Build | None = None
         if draft is not None:
             assert draft_checkpoint is not None
-            of_draft = _draft_build(config, draft, draft_checkpoint, architecture, meta, build)
+            of_draft = build_of_draft(config, draft, draft_checkpoint, architecture, meta, build)
             weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.
@@ -287,90 +281,6 @@ def cut_stages(architecture: Architecture, spec: ModelSpec, build: Build) -> tup
     return cut(spec.layers, layers, weight_bytes_of(meta) - sum(layers), build.parallel.layout.pipeline)
 
 
-def _resolve_draft(
-    config: EngineConfig, architecture: Architecture, spec: ModelSpec, checkpoint: Checkpoint
-) -> tuple[DraftSpec | None, Checkpoint | None, int]:
-    """The draft model that the options ask for and its checkpoint, None where drafts are looked up or not made, and the
-    most drafts of a sequence in one step. Raises ConfigError where there is no such draft model."""
-    wanted = config.speculation
-    if wanted is None or wanted.drafts_from_text:
-        return None, None, 0 if wanted is None else wanted.num_speculative_tokens
-    draft: DraftSpec | None = None
-    count = wanted.num_speculative_tokens
-    if wanted.method == "mtp":
-        if wanted.model not in (None, config.model):
-            raise ConfigError(
-                f"speculative_config: model={wanted.model!r}; method='mtp' drafts with the layer of the model itself, "
-                f"{config.model}. Leave it out."
-            )
-        draft = read_draft(checkpoint.config, checkpoint.source)
-        if draft is None:
-            raise ConfigError(
-                f"speculative_config: method='mtp', but {checkpoint.source} names no multi-token-prediction layer that "
-                f"is supported. Try method='ngram' or 'suffix', which need no weights."
-            )
-    elif wanted.method == "eagle3":
-        assert wanted.model is not None
-        checkpoint = open_checkpoint(wanted.model, load_format="dummy" if config.load_format == "dummy" else "auto")
-        head = resolve_eagle3(checkpoint, spec, architecture.decoder)
-        if not count and head.num_drafts is None:
-            raise ConfigError(
-                f"speculative_config: num_speculative_tokens is missing, and {checkpoint.source} names no number of "
-                f"drafts. Give 1 to {MAX_SPECULATIVE_TOKENS}."
-            )
-        draft, count = head, count or head.num_drafts or 0
-    else:
-        assert wanted.model is not None
-        own = open_checkpoint(wanted.model, load_format="dummy" if config.load_format == "dummy" else "auto")
-        draft, checkpoint = _resolve_decoder_draft(config, own, spec, checkpoint), own
-    size = wanted.draft_tensor_parallel_size
-    if size not in (None, config.tensor_parallel_size):
-        raise ConfigError(
-            f"speculative_config: draft_tensor_parallel_size={size}; a draft model is shared by the ranks of its "
-            f"target, {config.tensor_parallel_size}. Leave it out."
-        )
-    return draft, checkpoint, count or 1
-
-
-def _resolve_decoder_draft(
-    config: EngineConfig, own: Checkpoint, target: ModelSpec, target_checkpoint: Checkpoint
-) -> DecoderDraftSpec:
-    """The draft model in `own`. Raises ModelError for one that does not fit, ConfigError for longer sequences than it
-    was made for."""
-    draft = resolve_decoder_draft(own, target, target_checkpoint)
-    longest = config.max_model_len or target.context
-    if longest > draft.model.context:
-        raise ConfigError(
-            f"speculative_config: {own.source} was made for {draft.model.context} tokens, and sequences may have "
-            f"{longest}. Give --max-model-len {draft.model.context} or less."
-        )
-    return draft
-
-
-def _draft_build(
-    config: EngineConfig,
-    draft: DraftSpec,
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    target: Decoder,
-    build: Build,
-) -> Build:
-    """How the layers of a draft model are made. `build`: of `target`, whose checkpoint is `architecture`'s. Raises
-    ModelError, or ValueError where ranks cannot share its sizes."""
-    own, keeps = (
-        replace(build, formats={}, expert_placements={}, counts_experts=False),
-        config.quantized_weights != "dequantize",
-    )
-    if isinstance(draft, DecoderDraftSpec):
-        own = decoder_draft_build(checkpoint, own, keeps=keeps)
-    elif keeps and isinstance(draft, Eagle3Spec):
-        own = eagle3_build(checkpoint, draft, target, own)
-    elif keeps:
-        own = draft_build(checkpoint, architecture, target, draft, own)
-    own = only_kept(own, config.quantized_weights, config.quantized_activations)
-    return replace(own, draft_head=_draft_head(config, build))
-
-
 def _expert_placements(config: EngineConfig, parallel: Parallel) -> dict[str, ExpertPlacement]:
     """Who holds which experts by the file that the options name, if they do. Raises ConfigError."""
     wrong = []
@@ -424,14 +334,6 @@ def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None
         f"they are stored. Try --quantization with one of {allowed}, another --dtype, or --quantized-weights keep, "
         f"which dequantizes them for each product."
     )
-
-
-def _draft_head(config: EngineConfig, build: Build) -> Format:
-    """The format of the head by which a draft model chooses: "auto" is FP8 where our kernels multiply it."""
-    wanted = "auto" if config.speculation is None else config.speculation.draft_head_dtype
-    fp8, chip = Fp8(), build.chooser.chip
-    halves = chip.is_gpu and build.dtype in (torch.bfloat16, torch.float16) and not fp8.kernel_reasons(chip)
-    return fp8 if wanted == "fp8" or (wanted == "auto" and halves) else PLAIN
 
 
 def _build(config: EngineConfig, parallel: Parallel, checkpoint: Checkpoint, chip: Chip | None) -> Build:
