@@ -18,6 +18,7 @@ import torch
 from allotrope.checkpoint.checkpoint import Checkpoint, tokenizer_path
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
+from allotrope.engine.frozen_heap import frozen_heap
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
 from allotrope.errors import AllotropeError, InvalidRequest
 from allotrope.request import NOTHING_ALLOWED, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
@@ -154,6 +155,12 @@ class LLM:
             request.request_id: _Accumulator(request, self._text(), continues_text=continues_text)
             for request in requests
         }
+        with frozen_heap():
+            self._accumulate(requests, accumulators)
+        return [accumulators[request.request_id].output for request in requests]
+
+    def _accumulate(self, requests: Sequence[Request], accumulators: Mapping[str, _Accumulator]) -> None:
+        """Run the requests to their ends. `accumulators`: of each, by its id."""
         waiting = list(requests)
         live = set(accumulators)
         try:
@@ -173,7 +180,6 @@ class LLM:
             # After any error or interrupt, the engine drops the requests whose outputs nobody reads.
             self.engine.abort(list(live))
             raise
-        return [accumulators[request.request_id].output for request in requests]
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether the engine's queue has room for `request`. An empty queue passes every request to the engine, which

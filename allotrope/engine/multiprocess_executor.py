@@ -29,6 +29,7 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches, refuse_small_caches
 from allotrope.engine.executor import DraftedTokens, Executor, OnDeath
+from allotrope.engine.frozen_heap import frozen_heap
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.packed_step import PackedStep
@@ -285,9 +286,10 @@ def run_rank(
     worker = Worker.start(load_plan, config, ranks, lambda planned: receive_memory_plan())
     monitor.row.phase = LOADED
     receive = receiver(load_plan.build.device.type == "cuda")
-    while (sent := receive()) is not Command.RELEASE:
-        with monitor.step():
-            worker.follow(sent)
+    with frozen_heap():
+        while (sent := receive()) is not Command.RELEASE:
+            with monitor.step():
+                worker.follow(sent)
     worker.close()
     ranks.leave()
     # Another engine's group can be joined once this one is left.

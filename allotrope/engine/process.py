@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from allotrope.engine.frozen_heap import frozen_heap
 from allotrope.engine.messages import (
     Abort,
     AbortSequence,
@@ -86,8 +87,9 @@ class EngineProcess:
                 limits=engine.limits, stats=engine.stats(), summary=report.summary(), model=report.model_summary()
             )
             self._send(ready)
-            while True:
-                self._turn(engine)
+            with frozen_heap():
+                while True:
+                    self._turn(engine)
         except BrokenPipeError:
             return _ENDED_WITH_SERVER
         except AllotropeError as error:
@@ -111,9 +113,8 @@ class EngineProcess:
             # A capture between two steps would hold up whoever waits for the second one.
             self._send(Progress("capturing CUDA graphs"))
             engine.capture_all()
-        # What was made so far stays: full collections need not walk over it between steps.
+        # What is frozen from here on should be what is used.
         gc.collect()
-        gc.freeze()
         report_late_kernels(engine.device, log)
         log.info(
             "engine ready in %.1f s (imports %.1f s, model %.1f s)",
