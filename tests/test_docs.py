@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -152,6 +153,19 @@ def test_every_command_is_in_the_command_line_page() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     missing = [name for name in commands() if name not in ("", "bench") and f"`allotrope {name}" not in text]
     assert missing == []
+
+
+def test_every_variable_of_the_environment_is_in_the_command_line_page() -> None:
+    """A text of the package that is such a name is one, but for what our backends are called in vLLM."""
+    ours, backends = re.compile(r"ALLOTROPE_[A-Z_]+"), {"ALLOTROPE_LONG_PAGES", "ALLOTROPE_STATE"}
+    read = {
+        node.value
+        for path in (ROOT / "allotrope").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ours.fullmatch(node.value)
+    }
+    rows = re.findall(r"^\| (`ALLOTROPE_[^|]*)\|", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in ours.findall(row)} == read - backends
 
 
 def test_the_table_of_draft_methods_is_that_of_the_registry() -> None:
