@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import shlex
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import typer
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
+from allotrope.attention.registry import FAMILIES
 from allotrope.commands.app import build_app
 from allotrope.commands.refusals import REFUSED
 
@@ -166,6 +169,15 @@ def test_every_variable_of_the_environment_is_in_the_command_line_page() -> None
     }
     rows = re.findall(r"^\| (`ALLOTROPE_[^|]*)\|", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
     assert {name for row in rows for name in ours.findall(row)} == read - backends
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: compiled backends take no layer")
+def test_the_tables_of_backends_are_what_they_take() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = runpy.run_path(str(ROOT / "scripts" / "backend_tables.py"))
+    page = (ROOT / "docs" / "backends.md").read_text()
+    assert set(re.findall(r"<!-- table of (\w+) -->", page)) == set(FAMILIES)
+    assert script["updated"](page) == page, "run python scripts/backend_tables.py"
 
 
 def test_the_table_of_draft_methods_is_that_of_the_registry() -> None:
