@@ -32,7 +32,7 @@ from allotrope.ops.matmul.int4 import NUMBERS, Int4, unpack_int4
 from allotrope.ops.matmul.mxfp4 import FP4_GROUP, MXFP4, SCALE_BIAS, unpack_fp4
 from allotrope.ops.matmul.weight import Format, scale_groups
 
-FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 PACKED_TYPES = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 # Of scales that are exponents alone.
 POWER_TYPES = (torch.uint8, torch.float8_e8m0fnu)

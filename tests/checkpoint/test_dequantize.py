@@ -68,6 +68,18 @@ def test_fp8_blocks_with_ragged_edges(tmp_path: Path, suffix: str) -> None:
         assert float(got[i, j]) == float(weight[i, j].float() * scale[i // 128, j // 128])
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
+def test_other_types_of_fp8_are_read_as_what_they_are_worth(tmp_path: Path, kind: torch.dtype) -> None:
+    """No product multiplies them as they are stored: each of their codes has its own worth, times its scale."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(kind)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.rand(16, 1)}
+    view = dequantized(checkpoint(tmp_path, {"quant_method": "fbgemm_fp8"}, tensors))
+    assert isinstance(view, QuantizedView)
+    assert set(view.headers()) == {"a.weight"} and view.format("a.weight") is None
+    want = codes.float() * tensors["a.weight_scale"]
+    torch.testing.assert_close(view.read("a.weight"), want, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def test_fp8_per_tensor_and_per_row() -> None:
     weight = torch.randn(6, 4).to(torch.float8_e4m3fn)
     assert torch.equal(scaled(weight, torch.tensor(2.0), ()), weight.float() * 2)
