@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +210,31 @@ def test_operators_are_split_points() -> None:
     graph.output(graph.call_function(torch.ops.aten.relu.default, (x,)))
     _, parts = split_graph(torch.fx.GraphModule(torch.nn.Module(), graph), list(SPLIT_POINTS))
     assert [part.is_splitting_graph for part in parts] == [False, True, False]
+
+
+def test_a_compiler_cuts_a_layer_at_its_operator() -> None:
+    """Of each family: the layer is traced whole, and what was cut answers as it does uncompiled."""
+    from plugins.operators import calls
+    from vllm.compilation.backends import split_graph
+
+    from allotrope.plugins.vllm.ops import SPLIT_POINTS
+
+    for call in calls():
+        layer, pieces = call.layer, []
+
+        def cut(graph: Any, example: Any, pieces: list[bool] = pieces) -> Any:
+            whole, parts = split_graph(graph, list(SPLIT_POINTS))
+            pieces.extend(part.is_splitting_graph for part in parts)
+            return whole
+
+        def run(inputs: Any, layer: Any = layer) -> tuple[torch.Tensor, ...]:
+            found = layer.run(layer.spec, None, layer.views, inputs)
+            return tuple(one + 1 for one in (found if isinstance(found, tuple) else (found,)))
+
+        want = run(call.inputs)
+        for pool in layer.pools.values():
+            pool.zero_()
+        torch.compiler.reset()
+        found = torch.compile(run, backend=cut, fullgraph=True)(call.inputs)
+        assert pieces == [False, True, False], layer.spec.family
+        assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True)), layer.spec.family

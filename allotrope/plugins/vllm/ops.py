@@ -96,7 +96,8 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Unflatten:
         return operator.itemgetter(number)
     kind: Any = type(value)
     if dataclasses.is_dataclass(value):
-        fields = {one.name: _flatten(getattr(value, one.name), tensors) for one in dataclasses.fields(kind)}
+        # Fields of the value: compilers do not trace those of its class.
+        fields = {one.name: _flatten(getattr(value, one.name), tensors) for one in dataclasses.fields(value)}
         return lambda given: kind(**{name: made(given) for name, made in fields.items()})
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         items = [_flatten(item, tensors) for item in value]
