@@ -78,13 +78,17 @@ def test_slots_hold_the_state_after_the_last_token(channel: bool) -> None:
     assert torch.equal(got["conv"], want["conv"])
 
 
-def test_views_of_one_projection_are_read_in_place() -> None:
-    """qkv, b and a as slices of one wider row, and a convolution weight laid out by taps."""
-    case = case_of("one_to_two", torch.float32, (1, 1, 9))
+@pytest.mark.parametrize("name", ["one_to_two", "by_channel"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_views_of_one_projection_are_read_in_place(step: int, name: str) -> None:
+    """qkv, b and a as slices of one wider row, or b and a as every second number of it, and a convolution weight laid
+    out by taps."""
+    case = case_of(name, torch.float32, (1, 1, 9))
     replay, plain = (Replay(case, TRITON, device=DEVICE) for _ in range(2))
-    sizes = [t.shape[1] for t in replay.inputs.tokens.values()]
+    sizes = [t.shape[1] * (1 if name == "qkv" else step) for name, t in replay.inputs.tokens.items()]
     wide = torch.full((11, sum(sizes) + 8), torch.nan, device=DEVICE)
     views = dict(zip(replay.inputs.tokens, wide[:, 3:-5].split(sizes, dim=1), strict=True))
+    views = {name: view if name == "qkv" else view[:, ::step] for name, view in views.items()}
     for name, view in views.items():
         view.copy_(replay.inputs.tokens[name])
     replay.tokens = lambda step: views  # type: ignore[method-assign]
