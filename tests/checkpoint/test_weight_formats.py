@@ -162,6 +162,19 @@ def test_the_text_part_of_a_wrapper_states_its_formats(tmp_path: Path) -> None:
     assert names and all(".ffn.experts." in name for name in names)
 
 
+def test_what_a_wrapper_excludes_has_the_names_of_its_checkpoint(tmp_path: Path) -> None:
+    """As Quark writes of Gemma 4, whose text model lies within another: all but attention is quantized."""
+    wrapper = find_architecture({"architectures": ["Gemma4ForConditionalGeneration"]}, "").tiny()
+    layers = range(wrapper["text_config"]["num_hidden_layers"])
+    kept = [f"model.language_model.layers.{i}.self_attn.{name}_proj" for i in layers for name in "qkvo"]
+    wrapper["quantization_config"] = quark(MXFP4, ["lm_head", *kept])
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    load_plan = resolve_load_plan(config(tmp_path, load_format="dummy"))
+    names = [name for name, _ in load_plan.meta_model().named_parameters() if name.endswith(VALUES)]
+    assert {name.split(".")[1] for name in names if ".ffn." in name} == {str(i) for i in layers}
+    assert not any(".mixer." in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("stated", "reason"),
     [
