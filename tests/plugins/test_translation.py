@@ -171,6 +171,16 @@ def test_vllms_order_is_kept_where_it_is_ours() -> None:
     assert (order.requests, order.tokens) == (slice(0, 3), slice(0, 6))
 
 
+@pytest.mark.parametrize("lens", [[1, 1, 4], [3, 1, 2]])
+def test_what_is_handed_back_has_vllms_order_and_zeros_for_padding(lens: list[int]) -> None:
+    """A host that captures steps reads what stands behind the last token."""
+    order = arrange(told(lens, lens), CPU)[1]
+    theirs = torch.arange(1.0, 13.0).view(6, 2)
+    ours = theirs[order.tokens]
+    assert torch.equal(order.restored(ours, 6), theirs)
+    assert torch.equal(order.restored(ours, 8), torch.cat((theirs, torch.zeros(2, 2))))
+
+
 def test_page_tables_are_those_of_our_own_engine() -> None:
     batch, order = arrange(told([2, 1], [6, 9]), CPU)
     # The second request is first with us; its first page fell out of a window and became vLLM's null block.
