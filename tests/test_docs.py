@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import typer
 
-from allotrope.architectures.registry import ARCHITECTURES, find_architecture
+from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_draft, read_spec
 from allotrope.attention.registry import FAMILIES
 from allotrope.commands.app import build_app
 from allotrope.commands.refusals import REFUSED
@@ -178,6 +179,17 @@ def test_the_tables_of_backends_are_what_they_take() -> None:
     page = (ROOT / "docs" / "backends.md").read_text()
     assert set(re.findall(r"<!-- table of (\w+) -->", page)) == set(FAMILIES)
     assert script["updated"](page) == page, "run python scripts/backend_tables.py"
+
+
+def test_the_table_of_recipes_is_what_plans_say() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert script["updated"](page) == page, "run python scripts/recipe_table.py"
+    for recipe in script["RECIPES"]:
+        config = json.loads((ROOT / "bench" / "configs" / recipe.config / "config.json").read_text())
+        architecture, _ = read_spec(config, recipe.title)
+        methods = {"mtp": read_draft(config, recipe.title) is not None, "eagle3": architecture.decoder.one_stream}
+        assert {name: f"`{name}`" in recipe.drafts for name in methods} == methods, recipe.title
 
 
 def test_the_table_of_draft_methods_is_that_of_the_registry() -> None:
