@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from allotrope.attention.check import KINDS, compare
 from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import pack_for_kernels as pack
-from allotrope.ops.matmul import triton_quantize
+from allotrope.ops.matmul import triton, triton_quantize
 from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, Fp8, quantize_rows
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import GLUON, PYTORCH, Launch
@@ -103,6 +103,27 @@ def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs
     assert bool((out[:, outputs:] == 7).all())
     again = multiply(x, prepared, bias=bias, launch=launch)
     assert torch.equal(again, got)
+
+
+def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products whose programs share inputs have the same, whatever their sizes, and leave its counters at zero;
+    those of the side stream, which run meanwhile, have another."""
+    launch, scratch = LAUNCHES["shared inputs"], triton._scratch
+    taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(device: torch.device, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.append(scratch(device, overlap))
+        return taken[-1]
+
+    monkeypatch.setattr(triton, "_scratch", record)
+    for outputs, inputs, on_side in ((128, 384, False), (96, 512, False), (128, 384, True), (96, 512, True)):
+        monkeypatch.setattr(triton, "on_side_stream", lambda device, on_side=on_side: on_side)
+        x = torch.randn(3, inputs, device=DEVICE).bfloat16()
+        multiply(x, pack(weight_of(BLOCK, outputs, inputs, rows=128)), launch=launch)
+    first, second, side, again = taken
+    assert all(one is other for one, other in zip((*first, *side), (*second, *again), strict=True))
+    assert not any(one is other for one, other in zip(first, side, strict=True))
+    assert not first[1].any() and not side[1].any()
 
 
 @pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
