@@ -31,7 +31,10 @@ def read_deepseek_v3(config: ConfigReader) -> ModelSpec:
 
 
 def read_corrected_router(config: ConfigReader) -> RouterSpec:
-    """Router with sigmoid scores. A correction bias per expert joins them for the top-k in the best expert groups."""
+    """Router with sigmoid scores. A correction bias per expert joins them for the top-k in the best expert groups.
+
+    No value has a default: Transformers has another one for each model.
+    """
     config.expect("topk_method", "noaux_tc", None)
     config.expect("scoring_func", "sigmoid", None)
     return RouterSpec(
@@ -39,10 +42,10 @@ def read_corrected_router(config: ConfigReader) -> RouterSpec:
         topk=config.get("num_experts_per_tok", int),
         score="sigmoid",
         correction=True,
-        groups=config.get("n_group", int, 1),
-        top_groups=config.get("topk_group", int, 1),
-        normalize=config.get("norm_topk_prob", bool, True),
-        scale=config.get("routed_scaling_factor", float, 1.0),
+        groups=config.get("n_group", int),
+        top_groups=config.get("topk_group", int),
+        normalize=config.get("norm_topk_prob", bool),
+        scale=config.get("routed_scaling_factor", float),
     )
 
 

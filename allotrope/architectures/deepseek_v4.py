@@ -255,7 +255,7 @@ def _ropes(config: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
 def _experts(config: ConfigReader) -> MoeSpec:
     """Experts that are routed to by score."""
     hidden, width = config.get("hidden_size", int), config.get("moe_intermediate_size", int)
-    limit, shared = config.get("swiglu_limit", float, None), config.get("n_shared_experts", int, 0)
+    limit, shared = config.get("swiglu_limit", float), config.get("n_shared_experts", int, 0)
     config.expect("topk_method", "noaux_tc", None)
     score = config.get("scoring_func", str)
     if score not in SCORES:
@@ -266,7 +266,7 @@ def _experts(config: ConfigReader) -> MoeSpec:
         score=SCORES.get(score, "sqrt_softplus"),
         correction=True,
         normalize=config.get("norm_topk_prob", bool, True),
-        scale=config.get("routed_scaling_factor", float, 1.0),
+        scale=config.get("routed_scaling_factor", float),
     )
     return MoeSpec(
         hidden=hidden,

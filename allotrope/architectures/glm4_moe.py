@@ -31,7 +31,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
         num_kv_heads=config.get("num_key_value_heads", int),
         head_dim=dim,
         scale=dim**-0.5,
-        rope=read_rope(config, dim, default_theta=10000.0),
+        rope=read_rope(config, dim, default_theta=10000.0, default_part=0.5),
         bias=config.get("attention_bias", bool, False),
         qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
         norm_eps=config.get("rms_norm_eps", float),

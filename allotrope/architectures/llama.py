@@ -51,7 +51,8 @@ def read_llama(config: ConfigReader) -> ModelSpec:
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:
-    """Reads Mistral's config.json. If `sliding_window` is null, attention is full."""
+    """Reads Mistral's config.json. If `sliding_window` is null, attention is full; left out, it may be either."""
+    config.require("sliding_window")
     return _read_dense(config, config.get("sliding_window", int, None), False)
 
 

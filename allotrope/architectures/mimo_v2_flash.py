@@ -91,6 +91,7 @@ def _mixer(config: ConfigReader, kind: str, eps: float) -> MhaMixerSpec:
         config.get("add_full_attention_sink_bias", bool, False),
     )
     dim = shape["head_dim"]
+    config.require("attention_value_scale")
     return MhaMixerSpec(
         hidden=config.get("hidden_size", int),
         num_heads=shape["num_attention_heads"],

@@ -88,6 +88,11 @@ class ConfigReader:
             actual, listed = self.values.get(key), ", ".join(repr(value) for value in allowed if value is not None)
             self.reasons.append(f"config {key}={actual!r} is not supported (allowed: {listed or 'absent'})")
 
+    def require(self, key: str) -> None:
+        """Refuse a config without `key`, of which null means something else than leaving it out."""
+        if key not in self.values:
+            self.refuse(f"config has no {key!r} (null is allowed)")
+
     def ignore(self, *keys: str) -> None:
         """Mark keys that do not change this model's function as read."""
         self._read.update(keys)

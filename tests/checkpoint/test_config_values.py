@@ -201,6 +201,38 @@ def test_two_values_that_differ_are_refused(name: str, changes: dict[str, Any]) 
         read_spec(config, name)
 
 
+# Values of which the models that read them have defaults of their own, and no tensor would show a wrong one.
+LEFT_OUT = {
+    ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"): ("DeepseekV3", "Glm", "KimiK25"),
+    ("routed_scaling_factor", "swiglu_limit"): ("DeepseekV4",),
+    ("sliding_window",): ("Mistral",),
+    ("attention_value_scale",): ("MiMo",),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_config_without_a_value_that_no_tensor_shows_is_refused(name: str) -> None:
+    keys = [key for keys, names in LEFT_OUT.items() if name.startswith(names) for key in keys]
+    for key in keys:
+        config = find_architecture({"architectures": [name]}, name).tiny()
+        text = config.get("text_config", config)
+        del text[key]
+        with pytest.raises(ModelError, match=f"config has no '{key}'"):
+            read_spec(config, name)
+
+
+def test_null_is_a_value_where_leaving_out_is_not() -> None:
+    for name, key in (("MistralForCausalLM", "sliding_window"), ("MiMoV2FlashForCausalLM", "attention_value_scale")):
+        read_spec(find_architecture({"architectures": [name]}, name).tiny() | {key: None}, name)
+
+
+def test_half_of_each_head_is_rotated_in_a_glm_config_that_does_not_say_how_much() -> None:
+    config = find_architecture({"architectures": ["Glm4MoeForCausalLM"]}, "tiny").tiny()
+    stated = read_spec(config, "tiny")[1]
+    del config["partial_rotary_factor"]
+    assert read_spec(config, "tiny")[1] == stated
+
+
 # Keys, wherever a config has them, with values of which no model can be made.
 IMPOSSIBLE: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings", "hc_mult"), (0, -1)),
