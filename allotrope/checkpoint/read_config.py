@@ -28,6 +28,18 @@ BOOKKEEPING = frozenset(
     """.split()
 )
 
+# How to generate, and what else older Transformers write into every config, above all into those inside others. Of the
+# model they say nothing, and requests take their defaults from generation_config.json.
+GENERATION = frozenset(
+    """
+    _attn_implementation_autoset max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens tf_legacy_loss use_bfloat16
+    """.split()
+)
+
 # Counts without which there is no model.
 _AT_LEAST_ONE = frozenset(
     """
@@ -113,7 +125,10 @@ class ConfigReader:
         return sorted(
             key
             for key, value in self.values.items()
-            if value is not None and key not in self._read and key not in BOOKKEEPING
+            if value is not None
+            and key not in self._read | BOOKKEEPING | GENERATION
+            # Written empty; heads that are gone would be another model.
+            and (key, value) != ("pruned_heads", {})
         )
 
     def refuse_unread(self, prefix: str = "config") -> None:

@@ -95,6 +95,22 @@ def test_every_value_that_transformers_writes_changes_the_spec(name: str, tmp_pa
     assert silent(json.loads(json.dumps(written, default=str)), name) == []
 
 
+# As older Transformers write it into a config inside another one.
+DUMPED = {
+    **{"_attn_implementation_autoset": True, "pruned_heads": {}, "tf_legacy_loss": False, "use_bfloat16": False},
+    **{"max_length": 20, "min_length": 0, "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0},
+    **{"num_beams": 1, "repetition_penalty": 1.0, "remove_invalid_values": False, "bad_words_ids": None},
+}
+
+
+def test_what_transformers_writes_into_every_config_is_of_no_model() -> None:
+    config = find_architecture({"architectures": ["KimiK25ForConditionalGeneration"]}, "tiny").tiny()
+    dumped = config | {"text_config": config["text_config"] | DUMPED}
+    assert read_spec(dumped | DUMPED, "tiny")[1] == read_spec(config, "tiny")[1]
+    with pytest.raises(ModelError, match="pruned_heads="):
+        read_spec(config | {"pruned_heads": {"0": [1]}}, "tiny")
+
+
 def rope(config: dict[str, Any]) -> RopeSpec:
     mixer = read_spec(config, "tiny")[1].layers[-1].mixer
     assert isinstance(mixer, MhaMixerSpec) and mixer.rope is not None
