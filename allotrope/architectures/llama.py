@@ -46,7 +46,9 @@ def _read_dense(config: ConfigReader, window: int | None, attention_bias: bool) 
 
 
 def read_llama(config: ConfigReader) -> ModelSpec:
-    """Reads Llama's config.json."""
+    """Reads Llama's config.json, and that of SmolLM2, which says that it is one."""
+    config.ignore("is_llama_config")
+    config.expect("rope_interleaved", False, None)
     return _read_dense(config, None, config.get("attention_bias", bool, False))
 
 

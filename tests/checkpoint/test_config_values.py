@@ -111,6 +111,15 @@ def test_what_transformers_writes_into_every_config_is_of_no_model() -> None:
         read_spec(config | {"pruned_heads": {"0": [1]}}, "tiny")
 
 
+def test_a_llama_may_say_that_it_is_one() -> None:
+    """As SmolLM2's config does."""
+    config = find_architecture({"architectures": ["LlamaForCausalLM"]}, "tiny").tiny()
+    stated = config | {"is_llama_config": True, "rope_interleaved": False}
+    assert read_spec(stated, "tiny")[1] == read_spec(config, "tiny")[1]
+    with pytest.raises(ModelError, match="rope_interleaved=True is not supported"):
+        read_spec(config | {"rope_interleaved": True}, "tiny")
+
+
 def rope(config: dict[str, Any]) -> RopeSpec:
     mixer = read_spec(config, "tiny")[1].layers[-1].mixer
     assert isinstance(mixer, MhaMixerSpec) and mixer.rope is not None
