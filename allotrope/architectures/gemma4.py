@@ -216,6 +216,8 @@ def read_gemma4(config: ConfigReader) -> ModelSpec:
     )
     vocab_size = config.get("vocab_size", int)
     second_vocabulary = config.get("vocab_size_per_layer_input", int, vocab_size)
+    if per_layer and second_vocabulary < vocab_size:
+        config.refuse(f"config vocab_size_per_layer_input={second_vocabulary} (needs vocab_size={vocab_size} or more)")
     return ModelSpec(
         vocab_size=vocab_size,
         hidden=hidden,

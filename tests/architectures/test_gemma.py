@@ -48,6 +48,14 @@ def test_shared_layers_read_the_cache_of_the_last_layer_of_their_type() -> None:
     assert [layer.mixer.shares_cache_of for layer in spec.layers] == [None, None, None, None, None, 3, 3, 4]
 
 
+def test_every_token_has_inputs_per_layer() -> None:
+    small = {"vocab_size_per_layer_input": 319}
+    read_spec(tiny_gemma4() | small, "none per layer")
+    config = tiny_gemma4_wrapper()
+    with pytest.raises(ModelError, match=r"vocab_size_per_layer_input=319 \(needs vocab_size=320 or more\)"):
+        read_spec(config | {"text_config": config["text_config"] | small}, "tiny")
+
+
 def test_a_multimodal_config_is_read_as_strictly_as_a_text_config() -> None:
     config = tiny_gemma3_wrapper()
     config["text_config"] |= {"novel": 1, "sliding_window": "wide"}
