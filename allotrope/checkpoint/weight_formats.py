@@ -162,6 +162,13 @@ def _read_compressed(stated: Mapping[str, Any]) -> _Groups:
     sparse = (stated.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         raise _UnknownFormat(f"sparsity_config format={sparse!r} is not supported (allowed: dense)")
+    transforms = (stated.get("transform_config") or {}).get("config_groups") or {}
+    places = {str(one.get("location")) for group in transforms.values() for one in group.get("apply") or ()}
+    if online := sorted(places - {"weight_input", "weight_output"}):
+        raise _UnknownFormat(
+            f"transform_config transforms at {', '.join(online)}, and activations are not transformed "
+            f"(allowed: weight_input, weight_output, which stored weights include). {_TAKE}"
+        )
     groups: _Groups = []
     for group in (stated.get("config_groups") or {}).values():
         # A class of modules means all of them: others are not quantized.

@@ -175,6 +175,18 @@ def test_what_a_wrapper_excludes_has_the_names_of_its_checkpoint(tmp_path: Path)
     assert not any(".mixer." in name for name in names)
 
 
+def transformed(*locations: str) -> dict[str, Any]:
+    """As compressed-tensors names where a Hadamard matrix multiplies."""
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False, "ignore": []} for location in locations]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}}
+
+
+def test_transforms_that_stored_weights_include_change_nothing() -> None:
+    stated = float8("channel")
+    offline = stated | transformed("weight_input", "weight_output")
+    assert weight_formats({"quantization_config": offline}, "") == weight_formats({"quantization_config": stated}, "")
+
+
 @pytest.mark.parametrize(
     ("stated", "reason"),
     [
@@ -186,6 +198,7 @@ def test_what_a_wrapper_excludes_has_the_names_of_its_checkpoint(tmp_path: Path)
         (compressed(INT4 | {"num_bits": 8}, "int-quantized", []), "type='int', num_bits=8"),
         (compressed(INT4 | {"type": "float", "group_size": 16}, "nvfp4-pack-quantized", []), "nvfp4-pack-quantized"),
         (float8("block", block_structure=None), "blocks of None"),
+        (float8("channel") | transformed("weight_input", "input", "k_cache"), "transforms at input, k_cache, and"),
         (quark(MXFP4 | {"dtype": "int4"}, []), "dtype='int4'"),
         (quark([MXFP4, MXFP4], []), r"2 stage\(s\)"),  # type: ignore[arg-type]
     ],
