@@ -21,7 +21,7 @@ from allotrope.layers.build import Build, Formats
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.weight import Format
 
-# Experts of a layer are alike: the first stands for all.
+# Experts of a layer are nearly always alike: the first stands for those in its format.
 _LATER_EXPERT = re.compile(r"\.experts\.(?!0\.)\d+\.")
 
 
@@ -45,13 +45,15 @@ def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
         return {}
     patterns = [(rule.pattern(), rule) for rule in rules if rule.target is not None]
     found: dict[tuple[str, str], set[Format | None]] = {}
-    for name in checkpoint.headers():
-        if _LATER_EXPERT.search(name):
+    formats = {name: checkpoint.format(name) for name in checkpoint.headers()}
+    for name, format in formats.items():
+        first = _LATER_EXPERT.sub(".experts.0.", name)
+        if first != name and first in formats and formats[first] == format:
             continue
         for pattern, rule in patterns:
             match = pattern.fullmatch(name)
             if match is not None:
-                found.setdefault((filled(rule, match), rule.section), set()).add(checkpoint.format(name))
+                found.setdefault((filled(rule, match), rule.section), set()).add(format)
     return _uniform(found)
 
 

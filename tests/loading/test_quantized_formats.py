@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quantized_twins import write_twin
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from allotrope.architectures.registry import find_architecture
@@ -123,6 +124,21 @@ def test_every_section_is_what_the_plain_one_is(twin: Path, size: int) -> None:
     for (*key, dim), pairs in shares.items():
         got, want = (torch.cat(ones, dim) for ones in zip(*pairs, strict=True))
         assert torch.equal(got, want), key
+
+
+def test_experts_in_two_formats_are_all_read_plain(tmp_path: Path) -> None:
+    """A later one is plain, as where a list of what is not quantized names it."""
+    write_random(tiny("Glm4MoeForCausalLM"), tmp_path / "plain", None, 0)
+    twin = write_twin(tmp_path / "plain", tmp_path / "twin")
+    stored, plain = (load_file(path / "model.safetensors") for path in (twin, tmp_path / "plain"))
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    del stored[name + "_scale_inv"]
+    save_file(stored | {name: plain[name]}, twin / "model.safetensors")
+    config = EngineConfig(model=str(twin), quantized_weights="keep", dtype="float32", device="cpu")
+    load_plan = resolve_load_plan(config)
+    want, got = (dict(loaded(load_plan, keep).named_parameters()) for keep in (False, True))
+    assert torch.equal(got["layers.1.ffn.experts.down"], want["layers.1.ffn.experts.down"])
+    assert "layers.2.ffn.experts.down" + VALUES in got
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["plain", "quantized"])
