@@ -96,9 +96,11 @@ def values_not_taken(config: Mapping[str, object]) -> list[str]:
 
 
 def eos_ids(*sources: Mapping[str, object]) -> tuple[int, ...]:
-    """`eos_token_id` of the first source that has one; it may be a number or a list."""
+    """`eos_token_id` of the first source that has one, itself or in its text part; it may be a number or a list."""
     for source in sources:
-        value = source.get("eos_token_id")
+        text, value = source.get("text_config"), source.get("eos_token_id")
+        if value is None and isinstance(text, Mapping):
+            value = text.get("eos_token_id")
         if isinstance(value, int):
             return (value,)
         if isinstance(value, list) and value:

@@ -13,7 +13,7 @@ from server_process import ServerProcess
 from tiny_model import MAX_MODEL_LEN, write_tiny_model
 
 from allotrope.commands.sampling import SamplingOptions
-from allotrope.engine.sampling_defaults import read_sampling_defaults, values_not_taken
+from allotrope.engine.sampling_defaults import eos_ids, read_sampling_defaults, values_not_taken
 from allotrope.errors import ModelError
 from allotrope.llm import LLM
 from allotrope.request import SamplingParams
@@ -162,6 +162,15 @@ def test_fields_that_are_read() -> None:
     assert [type(taken[name]) for name in ("top_k", "max_tokens")] == [int, int]
     assert values_not_taken({"do_sample": True, "num_beams": 1, "typical_p": 1.0, "temperature": 3}) == []
     assert values_not_taken({"do_sample": False, "num_beams": 4}) == ["do_sample=False", "num_beams=4"]
+
+
+def test_the_first_file_that_names_ids_ends_sequences() -> None:
+    config = {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}
+    assert eos_ids({"eos_token_id": [1, 2]}, config) == (1, 2)
+    assert eos_ids({}, config) == (3,)
+    # As of a multimodal model, whose text part alone names one.
+    assert eos_ids({}, config | {"eos_token_id": None}) == (4,)
+    assert eos_ids({}, {"text_config": None}) == ()
 
 
 def test_values_out_of_range_are_refused_with_every_reason() -> None:
