@@ -59,11 +59,15 @@ def qwen_windows(config: ConfigReader, count: int) -> list[int | None]:
     """The window of each layer of a Qwen config; None is full attention."""
     size = config.get("sliding_window", int, None)
     first = config.get("max_window_layers", int, count)
-    if not config.get("use_sliding_window", bool, False):
+    if config.get("use_sliding_window", bool, False):
+        config.require("sliding_window")
+    else:
         size = None
     kinds = layer_types(config, count, ("full_attention", "sliding_attention"))
     if kinds is not None:
         return [size if kind == "sliding_attention" else None for kind in kinds]
+    if size is not None:
+        config.require("max_window_layers")
     return [size if i >= first else None for i in range(count)]
 
 

@@ -23,6 +23,8 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
 
     Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`.
     """
+    # No release has a window, and Transformers would give it to every layer.
+    config.expect("use_sliding_window", False, None)
     dense = read_qwen3(config)
     count_key = "num_experts" if config.has("num_experts") else "num_local_experts"
     moe = MoeSpec(

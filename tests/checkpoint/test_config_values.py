@@ -246,6 +246,17 @@ def test_a_config_without_a_value_that_no_tensor_shows_is_refused(name: str) -> 
             read_spec(config, name)
 
 
+def test_a_window_says_how_long_it_is_and_which_layers_have_it() -> None:
+    windowed = qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    read_spec(windowed, "tiny")
+    for key in ("sliding_window", "max_window_layers"):
+        with pytest.raises(ModelError, match=f"config has no '{key}'"):
+            read_spec({name: value for name, value in windowed.items() if name != key}, "tiny")
+    experts = find_architecture({"architectures": ["Qwen3MoeForCausalLM"]}, "tiny").tiny()
+    with pytest.raises(ModelError, match="use_sliding_window=True is not supported"):
+        read_spec(experts | {"use_sliding_window": True, "sliding_window": 8}, "tiny")
+
+
 def test_null_is_a_value_where_leaving_out_is_not() -> None:
     for name, key in (("MistralForCausalLM", "sliding_window"), ("MiMoV2FlashForCausalLM", "attention_value_scale")):
         read_spec(find_architecture({"architectures": [name]}, name).tiny() | {key: None}, name)
