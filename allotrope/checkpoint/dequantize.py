@@ -126,10 +126,7 @@ class PlainCheckpoint(QuantizedView):
         if not (stacked and name + "_bias" not in self.kept) and not (len(shape) == 2 and name.endswith(".weight")):
             return None
         scheme = self.formats.scheme(name)
-        if scheme is None:
-            return None
-        whole = 1 if scheme.format.name == "fp8" else FP4_GROUP
-        return None if shape[-1] % whole else scheme.format
+        return scheme.format if scheme is not None and self.formats.quantizes(scheme, shape[-1]) else None
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """As `QuantizedView.packed`."""

@@ -64,6 +64,10 @@ class WeightFormats:
             return None
         return next((scheme for patterns, scheme in self.groups if _names(patterns, module)), None)
 
+    def quantizes(self, scheme: Scheme, inputs: int) -> bool:
+        """Whether a weight of so many inputs is in its scheme: on load, one that is not whole groups stays plain."""
+        return self.method != ONLINE or scheme.format.name == "fp8" or inputs % FP4_GROUP == 0
+
     def block(self, name: str) -> tuple[int, ...]:
         """Rows and inputs that share a scale of the FP8 weight `name`."""
         blocks = [one.block for _, one in self.groups if one is not None and one.format.name == "fp8"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from allotrope.checkpoint.weight_formats import WeightFormats, weight_formats
 from allotrope.checkpoint.weights import Rule, filled
 from allotrope.kernels.backend import Chooser
 from allotrope.layers.build import Build, Formats
+from allotrope.layers.parallel import placement_of
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.matmul.weight import Format
 
@@ -36,7 +37,7 @@ def formats_kept_quantized(
     # A chooser of its own: what plain weights would run by is nobody's choice.
     chooser = Chooser(build.chooser.chip, build.chooser.wanted)
     model = make(dataclasses.replace(build, device=torch.device("meta"), chooser=chooser))
-    return stated_formats(stated, rules, [name for name, _ in model.named_parameters()])
+    return stated_formats(stated, rules, {name: _inputs(one) for name, one in model.named_parameters()})
 
 
 def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
@@ -57,16 +58,26 @@ def stored_formats(checkpoint: Checkpoint, rules: Sequence[Rule]) -> Formats:
     return _uniform(found)
 
 
-def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Iterable[str]) -> Formats:
-    """The same for a checkpoint without weights. `parameters`: names of ours, as if none were quantized.
+def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Mapping[str, int]) -> Formats:
+    """The same for a checkpoint without weights. `parameters`: names of ours, as if none were quantized -> inputs.
 
     Places that no quantized product reads, such as norms, are among them: their modules do not ask.
     """
     found: dict[tuple[str, str], set[Format | None]] = {}
     for place, source in _sources(rules, list(parameters)):
         scheme = stated.scheme(source)
+        if scheme is not None and not stated.quantizes(scheme, parameters[place[0]]):
+            scheme = None
         found.setdefault(place, set()).add(None if scheme is None else scheme.format)
     return _uniform(found)
+
+
+def _inputs(parameter: nn.Parameter) -> int:
+    """The last dim of a weight, on all ranks together."""
+    placement = placement_of(parameter)
+    if placement.dim + bool(placement.experts) < parameter.dim() - 1:
+        return parameter.shape[-1]
+    return sum(section.size for section in placement.sections)
 
 
 def _uniform(found: Mapping[tuple[str, str], set[Format | None]]) -> Formats:

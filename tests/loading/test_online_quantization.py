@@ -173,3 +173,16 @@ def test_verify_says_the_error(tmp_path: Path) -> None:
     assert any(line.startswith("int8 weights put logits off by a relative RMS of ") for line in report.remarks)
     score = report.modes[0].score
     assert score is not None and 1e-4 < score.rel_rms < 0.1
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_the_plan_leaves_inputs_that_are_no_whole_groups_plain(scheme: str, tmp_path: Path) -> None:
+    """As the loader does, whether there are weights or not."""
+    directory = write_tiny(tiny_qwen3() | {"intermediate_size": 144}, tmp_path).directory
+    options = EngineConfig(model=str(directory), quantization=scheme, device="cpu", dtype="float32")  # type: ignore[arg-type]
+    stored, dummy = (
+        dict(resolve_load_plan(one).meta_model().named_parameters())
+        for one in (options, dataclasses.replace(options, load_format="dummy"))
+    )
+    assert {name: one.shape for name, one in dummy.items()} == {name: one.shape for name, one in stored.items()}
+    assert "layers.0.ffn.down.weight" in dummy and "layers.0.ffn.gate_up.weight" not in dummy
