@@ -64,9 +64,11 @@ class WeightFormats:
             return None
         return next((scheme for patterns, scheme in self.groups if _names(patterns, module)), None)
 
-    def quantizes(self, scheme: Scheme, inputs: int) -> bool:
-        """Whether a weight of so many inputs is in its scheme: on load, one that is not whole groups stays plain."""
-        return self.method != ONLINE or scheme.format.name == "fp8" or inputs % FP4_GROUP == 0
+    def quantizes(self, scheme: Scheme, inputs: int, *, inputs_first: bool = False) -> bool:
+        """Whether a weight of so many inputs is in its scheme: on load, one that is not whole groups stays plain, and
+        so does one that is stored with the inputs before the outputs."""
+        whole = scheme.format.name == "fp8" or inputs % FP4_GROUP == 0
+        return self.method != ONLINE or (whole and not inputs_first)
 
     def block(self, name: str) -> tuple[int, ...]:
         """Rows and inputs that share a scale of the FP8 weight `name`."""

@@ -64,9 +64,13 @@ def stated_formats(stated: WeightFormats, rules: Sequence[Rule], parameters: Map
     Places that no quantized product reads, such as norms, are among them: their modules do not ask.
     """
     found: dict[tuple[str, str], set[Format | None]] = {}
-    for place, source in _sources(rules, list(parameters)):
+    sources = list(_sources(rules, list(parameters)))
+    names = {source for _, source in sources}
+    for place, source in sources:
         scheme = stated.scheme(source)
-        if scheme is not None and not stated.quantizes(scheme, parameters[place[0]]):
+        # As `PlainCheckpoint` tells stacks of experts that have the inputs first.
+        inputs_first = source + "_bias" in names
+        if scheme is not None and not stated.quantizes(scheme, parameters[place[0]], inputs_first=inputs_first):
             scheme = None
         found.setdefault(place, set()).add(None if scheme is None else scheme.format)
     return _uniform(found)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope.architectures.glm4_moe import tiny_glm4_moe
+from allotrope.architectures.gpt_oss import tiny_gpt_oss
 from allotrope.architectures.qwen3 import tiny_qwen3
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.checkpoint.dequantize import PlainCheckpoint, dequantized
@@ -175,14 +176,22 @@ def test_verify_says_the_error(tmp_path: Path) -> None:
     assert score is not None and 1e-4 < score.rel_rms < 0.1
 
 
+# What the loader leaves plain: inputs that are not whole groups, and stacks of experts with the inputs first.
+LEFT_PLAIN = {
+    "layers.0.ffn.down.weight": lambda: tiny_qwen3() | {"intermediate_size": 144},
+    "layers.0.ffn.experts.down": tiny_gpt_oss,
+}
+
+
+@pytest.mark.parametrize("plain", LEFT_PLAIN)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_the_plan_leaves_inputs_that_are_no_whole_groups_plain(scheme: str, tmp_path: Path) -> None:
-    """As the loader does, whether there are weights or not."""
-    directory = write_tiny(tiny_qwen3() | {"intermediate_size": 144}, tmp_path).directory
+def test_the_plan_leaves_plain_what_the_loader_does(scheme: str, plain: str, tmp_path: Path) -> None:
+    """Whether there are weights or not."""
+    directory = write_tiny(LEFT_PLAIN[plain](), tmp_path).directory
     options = EngineConfig(model=str(directory), quantization=scheme, device="cpu", dtype="float32")  # type: ignore[arg-type]
     stored, dummy = (
         dict(resolve_load_plan(one).meta_model().named_parameters())
         for one in (options, dataclasses.replace(options, load_format="dummy"))
     )
     assert {name: one.shape for name, one in dummy.items()} == {name: one.shape for name, one in stored.items()}
-    assert "layers.0.ffn.down.weight" in dummy and "layers.0.ffn.gate_up.weight" not in dummy
+    assert plain in dummy and "layers.0.mixer.qkv.weight" not in dummy
