@@ -79,7 +79,7 @@ class _Writer:
             case "sequence":
                 return self._rule(" ".join(self._format(one) for one in self._list(format, "elements")))
             case "or":
-                return self._rule(" | ".join(self._format(one) for one in self._list(format, "elements")))
+                return self._either(self._list(format, "elements"))
             case "tag":
                 return self._tag(format, "")
             case "triggered_tags":
@@ -95,6 +95,20 @@ class _Writer:
                 return self._separated(format)
             case other:
                 raise self._refuse(f"the format type {str(other)[:60]!r} is not known")
+
+    def _either(self, elements: list[Any]) -> str:
+        """One of the elements. Plain texts are one terminal: as rules, each would be an item of the parser."""
+        plain = [one["value"] for one in elements if self._is_plain(one)]
+        if len(plain) < 2:
+            return self._rule(" | ".join(map(self._format, elements)))
+        name = self._name("CHOICE")
+        self._rules.append(f"{name}: {' | '.join(map(json.dumps, plain))}")
+        return self._rule(" | ".join([name, *(self._format(one) for one in elements if not self._is_plain(one))]))
+
+    def _is_plain(self, format: Any) -> bool:
+        """Whether a format is a text without special tokens, and not empty."""
+        text = format.get("value") if isinstance(format, dict) and format.get("type") == "const_string" else None
+        return isinstance(text, str) and bool(text) and not self._special.search(text)
 
     def _tag(self, tag: Any, trigger: str) -> str:
         """A tag behind `trigger`, which its beginning starts with."""

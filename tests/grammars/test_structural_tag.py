@@ -68,3 +68,13 @@ def test_a_regex_has_slashes_behind_any_number_of_backslashes(pattern: str, text
     format = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": pattern}, "end": "E"}
     assert taken(format, f"<f>{text}E") == f"<f>{text}E"
     assert taken(format, "<f>b") == "<f>"
+
+
+def test_a_choice_of_many_texts() -> None:
+    texts = [f"{index:x}." for index in range(4096)]
+    elements = [{"type": "const_string", "value": text} for text in [*texts, "", SPECIAL.decode()]]
+    format = {"type": "sequence", "elements": [{"type": "or", "elements": elements}, elements[0]]}
+    for first in ("fff.", ""):
+        assert taken(format, f"{first}0.X") == f"{first}0."
+    assert taken(format, SPECIAL, "0.X") == f"{SPECIAL.decode()}0."
+    assert taken(format, "g") == "" and taken(format, "1000.") == "100"
