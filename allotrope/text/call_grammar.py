@@ -38,7 +38,7 @@ from allotrope.text.parameter_grammar import definitions_of, parameters_of
 def forced_calls(format: MessageFormat, tools: Sequence[CalledTool], *, many: bool) -> Json:
     """Calls of `tools` and nothing else: at least one, and if not `many` only one. Raises `NotWritable`."""
     writer = _Writer(format)
-    calls = _row([writer.tag(tool) for tool in tools], writer.separator, many)
+    calls = _row(writer.tags(tools), writer.separator, many)
     return _row([writer.wrapped(calls, *writer.sections[0])], "\n", many) if writer.section else calls
 
 
@@ -47,7 +47,7 @@ def calls_in_text(format: MessageFormat, tools: Sequence[CalledTool], *, many: b
     if format.channels is not None:
         return either(forced_calls(format, tools, many=many), answer(format, ANY_TEXT))
     writer = _Writer(format)
-    calls = [writer.tag(tool) for tool in tools]
+    calls = writer.tags(tools)
     tags, openings = calls, {writer.call}
     if writer.section:
         row = _row(calls, writer.separator, many)
@@ -141,8 +141,15 @@ class _Writer:
         """A section with `calls`, in one of its spellings."""
         return {"begin": section, "content": sequence(BREAK, calls, BREAK), "end": end}
 
-    def tag(self, tool: CalledTool) -> Json:
-        """One call of `tool`, from its first text to its last."""
+    def tags(self, tools: Sequence[CalledTool]) -> list[Json]:
+        """The calls of `tools`, each from its first text to its last."""
+        if not (self._end and isinstance(self._body, CallObject)):
+            return [self._tag(tool) for tool in tools]
+        # White space that each call began with would be items of the parser for each, and there may be few of them.
+        calls = either(*(self._tag(tool)["content"] for tool in tools))
+        return [{"begin": self.call, "content": sequence(BREAK, calls, BREAK), "end": self._end}]
+
+    def _tag(self, tool: CalledTool) -> Json:
         match self._body:
             case CallObject(argument_keys=keys, brace_is_read=read):
                 head = f'{"" if read else "{"}"name": {json.dumps(tool.name)}, "{keys[0]}": '
@@ -154,8 +161,6 @@ class _Writer:
                 return self._withparameters_of(self._body, tool)
             case _:
                 raise NotWritable("its arguments are no JSON")
-        if self._end and isinstance(self._body, CallObject):
-            content = [BREAK, *content, BREAK]
         return {"begin": self.call, "content": sequence(*content), "end": self._end}
 
     def _withparameters_of(self, body: NamedParameters, tool: CalledTool) -> Json:

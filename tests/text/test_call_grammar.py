@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from allotrope.grammars.backend import load_backend, words
 from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
+from allotrope.server.tools import MAX_TOOLS
 from allotrope.text import call_grammar
 from allotrope.text.call_parts import CalledTool, NotWritable
 from allotrope.text.formats import FORMATS, ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallBegin
@@ -55,6 +56,12 @@ def test_definitions_that_would_stand_in_too_many_parameters() -> None:
     with pytest.raises(NotWritable, match="too long"):
         call_grammar.forced_calls(FORMATS["qwen3_coder"], [CalledTool("f", schema)], many=False)
     call_grammar.forced_calls(FORMATS["hermes"], [CalledTool("f", schema)], many=False)
+
+
+@pytest.mark.parametrize("format", WRITABLE, ids=lambda format: format.name)
+def test_calls_of_as_many_tools_as_a_request_may_have(format: MessageFormat) -> None:
+    tools = [CalledTool(f"f{index}", SCHEMAS["stop"]) for index in range(MAX_TOOLS)]
+    assert written(format, call_grammar.forced_calls(format, tools, many=False), seed=0)
 
 
 COLOURS = {"$defs": {"c": {"type": "string", "enum": ["red", "blue"]}}}
