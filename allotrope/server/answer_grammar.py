@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from allotrope.errors import InvalidRequest
+from allotrope.grammars.limits import check_limits
 from allotrope.request import Grammar
 from allotrope.server.tools import NamedTool, Tool
 from allotrope.text import call_grammar, call_parts, formats
@@ -131,6 +132,7 @@ def _part_of(content: Grammar) -> Json:
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex":
+            check_limits(content)
             return {"type": "regex", "pattern": content.source}
         case "lark":
             raise InvalidRequest("a grammar and tools cannot be used together; leave one out.", content.param)
@@ -138,6 +140,7 @@ def _part_of(content: Grammar) -> Json:
     if content.kind == "json_schema":
         return {"type": "json_schema", "json_schema": source}
     if content.kind == "choice" and isinstance(source, list):
+        check_limits(content)
         return call_parts.either(*(call_parts.text(str(one)) for one in source))
     if isinstance(source, Mapping) and isinstance(source.get("format"), dict):
         return dict(source["format"])

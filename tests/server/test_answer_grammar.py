@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from allotrope.errors import InvalidRequest
-from allotrope.request import Grammar
+from allotrope.grammars.limits import MAX_CHOICES, MAX_REGEX_LENGTH
+from allotrope.request import Grammar, GrammarKind
 from allotrope.server.answer_grammar import answer_grammar, called_format
 from allotrope.server.conversation import Conversation
 from allotrope.server.tools import NamedTool, Tool
@@ -92,6 +93,15 @@ def test_the_header_of_an_answer_on_a_channel_is_held() -> None:
         assert taken(whole) == whole
         assert taken(before + "<|channel|>final <|constrain|>json<|message|>x") == before + "<|channel|>final"
         assert taken(before + "<|channel|>final<|message|>x") == before + "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"), [("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), ("regex", "a" * (MAX_REGEX_LENGTH + 1))]
+)
+def test_content_behind_reasoning_has_the_limits_of_content_alone(kind: GrammarKind, source: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"response_format \({kind}\).*at most") as refused:
+        grammar(content=Grammar(kind, source, param="response_format"))
+    assert refused.value.param == "response_format"
 
 
 def test_calls() -> None:
