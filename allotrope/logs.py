@@ -25,6 +25,13 @@ def log_info() -> None:
     configure_logging()
 
 
+def asked_for(name: str) -> logging.Logger:
+    """The logger `name` below `allotrope`, for lines that an option asks for: it logs from INFO on at any level."""
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.INFO)
+    return logger
+
+
 def one_line(text: str) -> str:
     """`text` on one line. A list of reasons is joined by semicolons."""
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]

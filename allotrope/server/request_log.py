@@ -5,7 +5,6 @@ Owns the log lines of requests. They hold a prompt's text only with --enable-log
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 import uuid
@@ -15,10 +14,11 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from allotrope.logs import asked_for
 from allotrope.server.errors import MESSAGES_PATH
 from allotrope.server.guard import METRICS, PROBES, path_of
 
-log = logging.getLogger("allotrope.server")
+log = asked_for("allotrope.server.requests")
 
 _ID = "x-request-id"
 # The header that clients of the Messages API read.

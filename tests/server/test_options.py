@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,6 +154,24 @@ def test_prompts_are_logged_only_with_the_option(tiny_model: Path) -> None:
         server.wait_for_line("request id=my-1 client=")
     finally:
         server.close()
+
+
+def test_requests_are_logged_whatever_else_is(tiny_model: Path) -> None:
+    """The log has warnings and errors alone by default."""
+    plain = {name: value for name, value in os.environ.items() if name != "ALLOTROPE_LOGGING_LEVEL"}
+    command = [sys.executable, "-m", "allotrope", "serve", str(tiny_model), "--load-format", "dummy", "--threads", "1"]
+    options = ["--kv-cache-memory-bytes", "32MB", "--port", "0", "--enable-log-requests", "--enable-log-prompts"]
+    with subprocess.Popen(
+        [*command, *options], env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        assert running.stdout is not None
+        try:
+            address = next(found[1] for line in running.stdout if (found := re.search(r" at (http\S+)/v1", line)))
+            httpx.post(f"{address}/v1/completions", json={"prompt": SECRET, "max_tokens": 1})
+        finally:
+            running.terminate()
+        log = running.stdout.read()
+    assert SECRET in log and "POST /v1/completions status=200" in log and "stopping" not in log
 
 
 def test_head_has_the_headers_of_get_and_no_body(http: httpx.Client) -> None:
