@@ -6,7 +6,6 @@ done all before it, and is waited for. Owns the moment and the line. Must not kn
 
 from __future__ import annotations
 
-import logging
 import time
 
 import torch
@@ -16,8 +15,9 @@ from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.step_cost import ModelCost
+from allotrope.logs import asked_for
 
-log = logging.getLogger("allotrope.engine")
+log = asked_for("allotrope.engine.steps")
 
 
 class StepLog:
