@@ -23,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from allotrope.errors import ConfigError, InvalidRequest
 
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt")
-_MAX_PATH = 4096
 # A template with this condition writes tool calls only where it holds.
 _CALLS_WITHOUT_CONTENT = re.compile(r"""assistant['"] and message(\.|\[['"])content(['"]\])? is none""")
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -179,8 +178,8 @@ def _fit(chat: list[dict[str, Any]], template: str) -> None:
 
 def read_chat_template(value: str) -> str:
     """The template of an option's value: the path of a file, or Jinja text. Raises `ConfigError` if it is neither."""
-    if len(value) < _MAX_PATH and "\n" not in value and Path(value).expanduser().is_file():
-        template = Path(value).expanduser().read_text(encoding="utf-8")
+    if _is_file(value):
+        template = _read_file(value)
     elif "{" in value:
         template = value
     else:
@@ -190,6 +189,21 @@ def read_chat_template(value: str) -> str:
     except TemplateError as error:
         raise ConfigError(f"bad options: chat_template={value[:80]!r} is not valid Jinja: {error}.") from error
     return template
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).expanduser().is_file()
+    except OSError:
+        # The text of a template can be longer than any name of a file.
+        return False
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"bad options: chat_template={path!r} cannot be read: {error}.") from error
 
 
 @lru_cache(maxsize=16)

@@ -133,6 +133,12 @@ def test_template_option(tmp_path: Path) -> None:
         read_chat_template("missing.jinja")
     with pytest.raises(ConfigError, match="not valid Jinja"):
         read_chat_template("{% for %}")
+    # No name of a file is so long.
+    long = "{{ messages[0].content }}" * 100
+    assert read_chat_template(long) == long
+    file.write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_chat_template(str(file))
 
 
 CALLING = [
