@@ -111,10 +111,11 @@ def _locate(detail: ErrorDetails, body: dict[str, Any]) -> tuple[str, Any]:
     """The path of a fault in the client's body (`messages[0].content`), and the value at it."""
     path = ""
     value: Any = body
-    for part in detail["loc"]:
+    missing = len(detail["loc"]) - 1 if detail["type"] == "missing" else None
+    for index, part in enumerate(detail["loc"]):
         if isinstance(part, int) and isinstance(value, list) and part < len(value):
             path, value = f"{path}[{part}]", value[part]
-        elif isinstance(part, str) and isinstance(value, dict) and (part in value or detail["type"] == "missing"):
+        elif isinstance(part, str) and isinstance(value, dict) and (part in value or index == missing):
             path, value = f"{path}.{part}" if path else part, value.get(part)
         # Other parts of `loc` name a branch of a union and are skipped.
     return path, value

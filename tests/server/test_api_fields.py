@@ -171,6 +171,37 @@ def test_wrong_values_are_refused(scripted: httpx.Client, path: str) -> None:
                 assert error["param"].split("[")[0].split(".")[0] == name, shown
 
 
+MISSING: dict[str, list[tuple[str, Any]]] = {
+    "/v1/responses": [
+        ("input[0].content[0].text", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}),
+        ("input[0].name", {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}),
+        ("tools[0].name", {"input": "x", "tools": [{"type": "function"}]}),
+    ],
+    "/v1/messages": [
+        ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+        (
+            "messages[0].content[0].content[0].text",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text"}]}],
+                    }
+                ]
+            },
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", MISSING)
+def test_a_missing_field_is_named_by_its_path(scripted: httpx.Client, path: str) -> None:
+    for missing, body in MISSING[path]:
+        response = scripted.post(path, json={"max_tokens": 1} | body if path == "/v1/messages" else body)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == f"{missing} is missing."
+
+
 RAW: list[bytes] = [
     b"", b"{", b"[]", b'"text"', b'{"input": "\xff\xfe"}', b"[" * 100_000, b'{"input":' * 50_000,
     b'{"input": [' + b'{"content":' * 3000 + b"1" + b"}" * 3000 + b"]}",
