@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allotrope.errors import InvalidRequest
@@ -17,6 +17,20 @@ from allotrope.request import Grammar
 
 _ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 _ANY_TEXT = r"/(.|\n)*/"
+# The fields of each format.
+_FIELDS = {
+    "const_string": ("value",),
+    "json_schema": ("json_schema",),
+    "any_text": ("excludes",),
+    "regex": ("pattern",),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "excludes", "at_least_one", "stop_after_first"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+# A field of xgrammar's, with the value that asks for what is done anyway.
+_NEUTRAL = {"style": "json"}
 
 
 def lark_of_tag(grammar: Grammar, special_texts: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
@@ -33,11 +47,14 @@ def nested_tag(grammar: Grammar) -> dict[str, Any]:
     tag = read_json(grammar)
     if tag.get("type", "structural_tag") != "structural_tag":
         raise refuse(grammar, f"its type is {str(tag['type'])[:60]!r}, not 'structural_tag'")
+    _check_fields(grammar, "structural_tag", tag, ("format",) if "format" in tag else ("structures", "triggers"))
     if "format" in tag:
         return {"type": "structural_tag", "format": tag["format"]}
     structures = tag.get("structures")
     if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
         raise refuse(grammar, "it needs a format, or structures and triggers")
+    for one in structures:
+        _check_fields(grammar, "structure", one, ("begin", "schema", "end"))
     tags = [
         {
             "type": "tag",
@@ -49,6 +66,13 @@ def nested_tag(grammar: Grammar) -> dict[str, Any]:
     ]
     format = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
     return {"type": "structural_tag", "format": format}
+
+
+def _check_fields(grammar: Grammar, what: str, value: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse a field of `value` beside its type and `names`, unless its value asks for what is done anyway."""
+    for name, one in value.items():
+        if name not in (*names, "type") and one not in (None, False, [], _NEUTRAL.get(name)):
+            raise refuse(grammar, f"{what} has the unknown field {name[:60]!r}; it has {', '.join(names)}")
 
 
 class _Writer:
@@ -67,6 +91,7 @@ class _Writer:
     def _format(self, format: Any) -> str:
         if not isinstance(format, dict):
             raise self._refuse("each format is a JSON object")
+        self._check(format)
         match format.get("type"):
             case "const_string":
                 return self._text(format.get("value"))
@@ -88,8 +113,8 @@ class _Writer:
                     tags,
                     triggers,
                     self._excludes(format),
-                    at_least_one=bool(format.get("at_least_one")),
-                    stop_after_first=bool(format.get("stop_after_first")),
+                    at_least_one=self._flag(format, "at_least_one"),
+                    stop_after_first=self._flag(format, "stop_after_first"),
                 )
             case "tags_with_separator":
                 return self._separated(format)
@@ -114,9 +139,11 @@ class _Writer:
         """A tag behind `trigger`, which its beginning starts with."""
         if not isinstance(tag, dict) or not isinstance(tag.get("begin"), str):
             raise self._refuse("each tag has a begin, a content and an end")
+        self._check(tag, "tag")
         content, end = tag.get("content"), tag.get("end", "")
         ends = end if isinstance(end, list) else [end]
         if isinstance(content, dict) and content.get("type") == "any_text":
+            self._check(content)
             return self._tagged_text(tag["begin"][len(trigger) :], ends, self._excludes(content))
         closing = " | ".join(self._text(one) for one in ends)
         begin = tag["begin"][len(trigger) :]
@@ -170,11 +197,11 @@ class _Writer:
     def _separated(self, format: Mapping[str, Any]) -> str:
         tags = self._list(format, "tags")
         either = self._rule(" | ".join(self._tag(tag, "") for tag in tags))
-        if format.get("stop_after_first"):
+        if self._flag(format, "stop_after_first"):
             repeated = either
         else:
             repeated = f"{either} ({self._text(format.get('separator', ''))} {either})*"
-        return self._rule(repeated if format.get("at_least_one") else f"({repeated})?")
+        return self._rule(repeated if self._flag(format, "at_least_one") else f"({repeated})?")
 
     def _any_text(self, excludes: list[str]) -> str:
         """The terminal of any text in which none of `excludes` stands."""
@@ -221,6 +248,17 @@ class _Writer:
 
     def _name(self, kind: str) -> str:
         return f"{kind}_{len(self._rules)}"
+
+    def _check(self, format: Mapping[str, Any], kind: str | None = None) -> None:
+        kind = kind or str(format.get("type"))
+        if kind in _FIELDS:
+            _check_fields(self._grammar, kind, format, _FIELDS[kind])
+
+    def _flag(self, format: Mapping[str, Any], name: str) -> bool:
+        value = format.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self._refuse(f"{name} is true or false")
+        return bool(value)
 
     def _list(self, format: Mapping[str, Any], name: str) -> list[Any]:
         found = format.get(name)

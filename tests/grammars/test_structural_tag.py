@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from allotrope.errors import InvalidRequest
 from allotrope.grammars.backend import load_backend
 from allotrope.grammars.vocabulary import Vocabulary
 from allotrope.request import Grammar
@@ -68,6 +69,36 @@ def test_a_regex_has_slashes_behind_any_number_of_backslashes(pattern: str, text
     format = {"type": "tag", "begin": "<f>", "content": {"type": "regex", "pattern": pattern}, "end": "E"}
     assert taken(format, f"<f>{text}E") == f"<f>{text}E"
     assert taken(format, "<f>b") == "<f>"
+
+
+TEXT = {"type": "const_string", "value": "J"}
+TAG = {"type": "tag", "begin": "<f>", "content": TEXT, "end": "E"}
+
+
+@pytest.mark.parametrize(
+    ("tag", "reason"),
+    [
+        ({"format": TEXT, "at_least_one": True}, "structural_tag has the unknown field 'at_least_one'"),
+        ({"format": TEXT, "triggers": ["<"]}, "structural_tag has the unknown field 'triggers'"),
+        ({"format": TEXT | {"values": ["K"]}}, "const_string has the unknown field 'values'; it has value"),
+        ({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}, "unknown field 'style'"),
+        ({"format": TAG | {"excludes": ["K"]}}, "tag has the unknown field 'excludes'"),
+        ({"format": TAG | {"content": {"type": "any_text", "exclude": ["K"]}}}, "any_text has the unknown field"),
+        ({"format": triggered("<f>", stop_after_frist=True)}, "unknown field 'stop_after_frist'"),
+        ({"format": triggered("<f>", stop_after_first="false")}, "stop_after_first is true or false"),
+        ({"format": {"type": "tags_with_separator", "tags": [TAG], "at_least_one": 1}}, "at_least_one is true or"),
+        ({"structures": [{"begin": "<f>", "end": "E", "scheme": {"a": 1}}], "triggers": ["<f>"]}, "field 'scheme'"),
+    ],
+)
+def test_fields_that_would_have_no_effect_are_refused(tag: dict[str, Any], reason: str) -> None:
+    vocabulary = Vocabulary(TOKENS, frozenset((256, 257)), (256,))
+    with pytest.raises(InvalidRequest, match=reason):
+        load_backend("llguidance", vocabulary).compile(Grammar("structural_tag", json.dumps(tag)))
+
+
+def test_other_fields_may_ask_for_what_is_done_anyway() -> None:
+    schema = {"type": "json_schema", "json_schema": {"type": "integer"}, "style": "json"}
+    assert taken(schema | {"excludes": [], "any": None}, "7x") == "7"
 
 
 def test_a_choice_of_many_texts() -> None:
