@@ -23,8 +23,8 @@ def main() -> None:
         if (error.name or "").partition(".")[0] not in ("typer", "rich"):
             raise
         sys.exit(f"allotrope: error: the command line needs {error.name}. Run: pip install 'allotrope[cli]'")
-    configure_logging()
     try:
+        configure_logging()
         sys.exit(run())
     except AllotropeError as error:
         if "--debug" in sys.argv:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import logging
 import os
 
+from allotrope.errors import ConfigError
+
 LEVEL_VARIABLE = "ALLOTROPE_LOGGING_LEVEL"
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def configure_logging(level: str = "WARNING") -> None:
-    """Write this process's log to standard error, from `level` on. ALLOTROPE_LOGGING_LEVEL overrides `level`."""
+    """Write this process's log to standard error, from `level` on. ALLOTROPE_LOGGING_LEVEL overrides `level`.
+
+    Raises `ConfigError` for a level that there is not.
+    """
     level = os.environ.get(LEVEL_VARIABLE, level).upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"{LEVEL_VARIABLE}={level!r} is not known; allowed: {', '.join(_LEVELS)}.")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("allotrope")
     logger.handlers = [handler]
     logger.propagate = False
-    logger.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+    logger.setLevel(level)
 
 
 def log_info() -> None:

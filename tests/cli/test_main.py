@@ -129,6 +129,17 @@ def test_the_log_is_shown_with_verbose(tiny: Path) -> None:
     assert "INFO" not in said[""]
 
 
+def test_an_unknown_level_of_the_log_is_refused() -> None:
+    environment = os.environ | {"ALLOTROPE_LOGGING_LEVEL": "loud"}
+    words = [sys.executable, "-m", "allotrope", "version"]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "allotrope: error: ALLOTROPE_LOGGING_LEVEL='LOUD' is not known; "
+        "allowed: DEBUG, INFO, WARNING, ERROR, CRITICAL.\n"
+    )
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"bench {name}" for name in BENCHMARKS)])
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(build_app(), [*command.split(), "--help"])
