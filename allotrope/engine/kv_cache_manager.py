@@ -109,21 +109,31 @@ class KVCacheManager:
             ends = {checkpoint_position, (seq.prompt_len - 1) // run_length * run_length}
             seq.checkpoint_positions = sorted(end for end in ends if end > seq.computed)
 
-    def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
-        """Make room for `tokens` more tokens, leaving `spare` pages in each group.
+    def reserve(self, seq: Sequence, tokens: int, spare: int = 0, ahead: int = 0) -> bool:
+        """Make room for `tokens` more tokens, leaving `spare` pages in each group, and those of `ahead` tokens behind
+        these.
 
         Returns False, with nothing allocated, where a group has fewer.
         """
-        if seq.computed + seq.unread_drafts + tokens <= seq.reserved:
+        end = seq.computed + seq.unread_drafts + tokens
+        if end <= seq.reserved:
             return True
         missing = [
-            0 if group.kind == "state" else group.pages_for(seq.computed + seq.unread_drafts + tokens) - len(pages)
+            0 if group.kind == "state" else group.pages_for(end) - len(pages)
             for group, pages in zip(self.groups, seq.pages, strict=True)
         ]
-        if any(count > 0 and count + spare > pool.available for count, pool in zip(missing, self.pools, strict=True)):
+        left = [spare] * len(missing)
+        if ahead:
+            for index, group in self._paged:
+                # Windows give up as many pages as they take.
+                if group.kind == "paged":
+                    left[index] += group.pages_for(end + ahead) - group.pages_for(end)
+        needs = zip(missing, left, self.pools, strict=True)
+        if any(count > 0 and count + more > pool.available for count, more, pool in needs):
             return False
         if self._shared is not None and any(count > 0 for count in missing):
-            wanted = [max(0, missing[pool.pages.group]) + spare for pool in self._shared.pools]
+            groups = [pool.pages.group for pool in self._shared.pools]
+            wanted = [max(0, missing[group]) + left[group] for group in groups]
             if not self._shared.promise(wanted, alone=self._num_sequences == 1):
                 return False
         for count, pool, pages in zip(missing, self.pools, seq.pages, strict=True):

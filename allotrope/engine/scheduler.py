@@ -2,8 +2,8 @@
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
 no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last is
-preempted: it gives its pages up and is computed again later. Draft tokens get what is left of tokens and pages, and
-preempt nobody. The plan depends on the requests and their order alone.
+preempted: it gives its pages up and is computed again once all its tokens have room. Draft tokens get what is left of
+tokens and pages, and preempt nobody. The plan depends on the requests and their order alone.
 """
 
 from __future__ import annotations
@@ -223,8 +223,10 @@ class Scheduler:
             if not self.kv_cache_manager.allocate(seq):
                 return 0
             tokens = budget.chunk(seq, share)
+            # One that was preempted waits for room for all its tokens, or it would be computed over and over in vain.
+            ahead = seq.uncomputed - tokens if seq.started and self.running else 0
             # A page for each running sequence stays free, or the newcomer would soon be preempted.
-            if self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running)):
+            if self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running), ahead=ahead):
                 return tokens
             self.kv_cache_manager.free(seq, evict=not self.running)
         return 0

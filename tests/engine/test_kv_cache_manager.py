@@ -32,9 +32,9 @@ PARAMS = SamplingParams(temperature=0)
 class AlwaysLooks(KVCacheManager):
     """Takes no sequence's word that there is nothing to do."""
 
-    def reserve(self, seq: Sequence, tokens: int, spare: int = 0) -> bool:
+    def reserve(self, seq: Sequence, tokens: int, spare: int = 0, ahead: int = 0) -> bool:
         seq.reserved = 0
-        return super().reserve(seq, tokens, spare)
+        return super().reserve(seq, tokens, spare, ahead)
 
     def trim(self, seq: Sequence) -> None:
         seq.reserved = sys.maxsize

@@ -66,6 +66,29 @@ def test_budget_is_never_exceeded(model: Path, monkeypatch: pytest.MonkeyPatch) 
     assert max(tokens for _, tokens in seen) == 24, "the budget is used"
 
 
+def test_little_is_computed_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that was preempted begins again once it has room, not in every step of those that hold the pages."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama()))
+    options = {"load_format": "dummy", "max_model_len": 256, "page_size": 4, "enable_prefix_caching": False}
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+    room = engine(tmp_path, **options).memory.bytes * 2 // 5
+    running = engine(tmp_path, kv_cache_memory_bytes=room, **options)
+    computed = 0
+    inner = running._executor.run
+
+    def counted(plan, prev_sampled=None):
+        nonlocal computed
+        computed += sum(len(row.ids) for row in plan.rows)
+        return inner(plan, prev_sampled)
+
+    monkeypatch.setattr(running._executor, "run", counted)
+    asked = [request(f"r{i}", ids, replace(GREEDY, max_tokens=100)) for i, ids in enumerate(prompts((100,) * 6))]
+    run(running, asked)
+    assert running.stats().preemptions > 0
+    needed = sum(len(one.prompt_ids) + 99 for one in asked)
+    assert computed < 2 * needed, (computed, needed)
+
+
 def test_full_queue(model: Path) -> None:
     running = engine(model, max_num_waiting=2, max_num_seqs=1)
     for name in ("a", "b"):
