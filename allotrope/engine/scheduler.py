@@ -8,6 +8,7 @@ tokens and pages, and preempt nobody. The plan depends on the requests and their
 
 from __future__ import annotations
 
+import operator
 from collections import abc, deque
 from collections.abc import Container
 from dataclasses import dataclass
@@ -40,8 +41,8 @@ class Row(NamedTuple):
         return self.end == len(self.seq.ids)
 
 
-# Steps after which a sequence that found no pages looks for them again, where others draft and none has ended. These
-# need not wait for the host while it is known that the next step has no prompt.
+# Steps after which a sequence that found no pages looks for them again, where none has ended: it walks over all that is
+# cached of its prompt. Steps with drafts need not wait for the host while it is known that the next one has no prompt.
 _ADMISSION_STEPS = 16
 
 
@@ -70,9 +71,8 @@ class Scheduler:
         # Sequences with pages for the drafts of the step before.
         self._looked_ahead: list[Sequence] = []
         self._in_flight: Container[Sequence] = ()
-        self._admission_steps = _ADMISSION_STEPS if self.max_decodes > max_sequences else 1
-        # The sequence that found no pages, and the step in which it looks for them again.
-        self._without_pages: tuple[Sequence, int] | None = None
+        # The sequence that found no pages, the step in which it looks for them again, and the pages that there were.
+        self._without_pages: tuple[Sequence, int, tuple[int, ...]] | None = None
         self._step = 0
 
     def add(self, seq: Sequence) -> None:
@@ -109,8 +109,17 @@ class Scheduler:
         """Whether the first waiting sequence found no pages, and there is no reason yet to look for them again."""
         if self._without_pages is None or not self.waiting:
             return False
-        seq, retried = self._without_pages
-        return self.waiting[0] is seq and self._step < retried
+        seq, retried, available = self._without_pages
+        if self.waiting[0] is not seq or self._step >= retried:
+            return False
+        # Pages of drafts come and go.
+        drafts = self.max_decodes > self.max_sequences
+        return drafts or all(map(operator.le, self._available, available))
+
+    @property
+    def _available(self) -> tuple[int, ...]:
+        """Pages of each group that a sequence could get."""
+        return tuple(pool.available for pool in self.kv_cache_manager.pools)
 
     def plan(self, in_flight: Container[Sequence] = ()) -> list[Row]:
         """The next step, sequences with a single token first; empty if nothing can run. `in_flight`: sequences of other
@@ -208,7 +217,7 @@ class Scheduler:
                 break
             tokens = self._start(seq, budget, share)
             if not tokens:
-                self._without_pages = (seq, self._step + self._admission_steps)
+                self._without_pages = (seq, self._step + _ADMISSION_STEPS, self._available)
                 self.waiting.appendleft(seq)
                 break
             self.running.append(seq)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.watching import GREEDY, assert_idle, assert_same, engine, outputs, request, run
+from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, outputs, request, run
 from tiny_checkpoints import prompts, write_tiny
 
 from allotrope.architectures.deepseek_v3 import tiny_deepseek_v3
@@ -87,6 +87,34 @@ def test_little_is_computed_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert running.stats().preemptions > 0
     needed = sum(len(one.prompt_ids) + 99 for one in asked)
     assert computed < 2 * needed, (computed, needed)
+
+
+def test_a_waiting_prompt_seldom_looks_for_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look it walks over all that is cached of it, which is of no use before somebody gives pages back."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama()))
+    options = {"load_format": "dummy", "max_model_len": 160, "page_size": 4}
+    room = engine(tmp_path, max_num_seqs=1, **options).memory.bytes
+    running = engine(tmp_path, kv_cache_memory_bytes=room, max_num_seqs=4, **options)
+    long, talker = prompts((150, 40))
+    run(running, [request("first", long[:100], replace(GREEDY, max_tokens=1))])
+    prefix = running._requests.kv_cache_manager.prefix
+    walks = 0
+    inner = prefix.match
+
+    def counted(ids, chain):
+        nonlocal walks
+        walks += 1
+        return inner(ids, chain)
+
+    monkeypatch.setattr(prefix, "match", counted)
+    running.add(request("talker", talker, replace(GREEDY, max_tokens=50)))
+    running.step()
+    running.add(request("long", long))
+    told = [[output.request_id for output in running.step()] for _ in range(50)]
+    assert told[:49] == [["talker"]] * 49 and told[49] == ["long"]
+    assert walks <= 1 + 49 // 16 + 2, walks
+    drain(running)
+    assert_idle(running)
 
 
 def test_full_queue(model: Path) -> None:
