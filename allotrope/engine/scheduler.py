@@ -1,13 +1,14 @@
 """The scheduler chooses the sequences of the next step, and the number of tokens of each.
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
-no single one taking more than half of it while others wait; if pages run out, the sequence that arrived last is
+no single one taking more than half of it while others could run; if pages run out, the sequence that arrived last is
 preempted: it gives its pages up and is computed again once all its tokens have room. Draft tokens get what is left of
 tokens and pages, and preempt nobody. The plan depends on the requests and their order alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import abc, deque
 from collections.abc import Container
@@ -135,7 +136,7 @@ class Scheduler:
         preemptions = self.preemptions
         running = [seq for seq in self.running if seq not in in_flight]
         has_prompt = [seq.uncomputed > 1 for seq in running]
-        prompts = sum(has_prompt) + len(self.waiting)
+        prompts = sum(has_prompt) + self._startable(2)
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
         drafts = min(sum(len(seq.drafts) for seq in running), (self.max_tokens - len(running)) // 2)
@@ -158,6 +159,12 @@ class Scheduler:
         if drafts or self.lookahead:
             planned = self._with_drafts(planned, budget.tokens + drafts)
         return sorted(planned, key=lambda row: row.tokens > 1)
+
+    def _startable(self, most: int) -> int:
+        """Waiting sequences, up to `most`, that nothing is known to keep from the next step."""
+        room = 0 if self._lacks_pages else self.max_sequences - len(self.running)
+        unblocked = (seq for seq in self.waiting if not seq.blocked)
+        return sum(1 for _ in itertools.islice(unblocked, max(0, min(room, most))))
 
     @property
     def _max_rows(self) -> int:

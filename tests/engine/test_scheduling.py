@@ -49,6 +49,20 @@ def test_a_long_prompt_holds_nobody_up(model: Path) -> None:
     assert steps["short"][0] <= 2
 
 
+@pytest.mark.parametrize("behind", ["full batch", "own prompt"])
+def test_a_prompt_has_all_tokens_where_no_other_can_run(behind: str, model: Path) -> None:
+    """One waits for a place in the batch, or for the prompt that it shares to be computed."""
+    long, short = prompts((300, 10))
+    running = engine(model, max_num_batched_tokens=32, max_num_seqs=1 if behind == "full batch" else 4)
+    running.add(request("long", long, replace(GREEDY, n=1 if behind == "full batch" else 2)))
+    if behind == "full batch":
+        running.add(request("short", short))
+    steps = 0
+    while not any(output.request_id == "long" for output in running.step()):
+        steps += 1
+    assert steps < -(-300 // 32)
+
+
 def test_budget_is_never_exceeded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = engine(model, max_num_batched_tokens=24, max_num_seqs=6)
     seen: list[tuple[int, int]] = []
