@@ -187,15 +187,15 @@ class Request:
         """Raise `InvalidRequest` if a model with these limits can never run this request."""
         if not self.prompt_ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed.", "prompt")
-        _in_vocabulary("prompt", self.prompt_ids, vocab_size)
-        self.params.check(vocab_size)
-        self._check_choice(vocab_size)
         if len(self.prompt_ids) >= max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(self.prompt_ids)} tokens; this model's context is {max_model_len} tokens "
                 f"(--max-model-len), of which at least one must be left to generate.",
                 "prompt",
             )
+        _in_vocabulary("prompt", self.prompt_ids, vocab_size)
+        self.params.check(vocab_size)
+        self._check_choice(vocab_size)
         if len(self.prompt_ids) + self.params.min_tokens > max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(self.prompt_ids)} tokens and min_tokens is {self.params.min_tokens}; together "

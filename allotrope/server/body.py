@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _INLINE_BYTES = 64 * 1024
 _LISTED_ERRORS = 3
+# Of a conversation. Their validation and translation hold up every other request.
+_MOST_ITEMS = 65536
 # A float represents every integer below this bound exactly.
 _LARGEST_EXACT = 2**53
 
@@ -53,6 +56,7 @@ def _parse(data: bytes, model: type[M], fields: Fields, strict: bool) -> tuple[M
     body = _decode(data)
     unknown = unknown_fields(body, fields)
     _check_unknown(unknown, strict)
+    _check_items(body)
     try:
         parsed = model.model_validate(body)
     except ValidationError as error:
@@ -66,6 +70,20 @@ def _check_unknown(names: list[str], strict: bool) -> None:
     if names and strict:
         listed = ", ".join(describe_value(name) for name in names[:8])
         raise InvalidRequest(f"unknown fields: {listed}. Leave them out, or run the server without --strict.", names[0])
+
+
+def _check_items(body: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest` for a conversation of more messages and parts than are read."""
+    for name in ("messages", "input"):
+        items = body.get(name)
+        if not isinstance(items, list):
+            continue
+        count = len(items)
+        if count <= _MOST_ITEMS:
+            contents = (item.get("content") for item in items if isinstance(item, dict))
+            count += sum(len(content) for content in contents if isinstance(content, list))
+        if count > _MOST_ITEMS:
+            raise InvalidRequest(f"{name} has {count} messages and parts; at most {_MOST_ITEMS} are allowed.", name)
 
 
 def _decode(data: bytes) -> dict[str, Any]:

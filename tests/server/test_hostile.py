@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 from server_process import ServerProcess, wait_until_idle
 from tiny_model import MAX_MODEL_LEN, VOCAB_SIZE
+
+from allotrope.errors import InvalidRequest
+from allotrope.server.body import parse
+from allotrope.server.fields import CHAT as CHAT_FIELDS
+from allotrope.server.protocol import ChatRequest
 
 Json = dict[str, Any]
 CHAT = "/v1/chat/completions"
@@ -209,3 +215,21 @@ def test_bad_requests_among_good_ones(server: ServerProcess) -> None:
     with server.http() as http:
         wait_until_idle(http)
     assert not [line for line in server.log if "Traceback" in line]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x"}] * 65_537,
+        [{"role": "user", "content": [{"type": "text", "text": "x"}] * 40_000}] * 2,
+    ],
+    ids=["messages", "parts"],
+)
+def test_endless_conversations_are_refused_before_they_are_read(messages: list[Json]) -> None:
+    """Validation and translation of a million of them would hold up everyone for seconds."""
+    body = json.dumps({"messages": messages}).encode()
+    with pytest.raises(
+        InvalidRequest, match=r"messages has (65537|80002) messages and parts; at most 65536"
+    ) as refused:
+        asyncio.run(parse(body, ChatRequest, CHAT_FIELDS, strict=False))
+    assert refused.value.param == "messages"
