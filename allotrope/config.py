@@ -237,6 +237,8 @@ class EngineConfig:
             reasons.append(f"memory_utilization={self.memory_utilization}; allowed: above 0, up to 1")
         if not reasons and self.layout.size > MAX_RANKS:
             reasons.append(f"{self.layout} are {self.layout.size} ranks; at most {MAX_RANKS} are allowed")
+        if not reasons and self.distributed_address is not None and self.layout.size == 1:
+            reasons.append("distributed_address needs several ranks, as of tensor_parallel_size=2: one meets nobody")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and sequences is not None and tokens < sequences:
             reasons.append(
@@ -356,6 +358,12 @@ class ServerConfig:
             )
         if self.allow_credentials and "*" in self.allowed_origins:
             reasons.append("allow_credentials with allowed_origins=*; name the origins, browsers take no other")
+        for f in dataclasses.fields(self):
+            of_pages = f.name in ("allowed_methods", "allowed_headers", "allow_credentials")
+            if of_pages and getattr(self, f.name) != f.default and not self.allowed_origins:
+                reasons.append(f"{f.name} needs allowed_origins: no page of another origin may use the server")
+        if small := [method for method in self.allowed_methods if method != method.upper()]:
+            reasons.append(f"allowed_methods={', '.join(map(repr, small))}; browsers name methods in capitals")
         return reasons
 
 

@@ -95,6 +95,12 @@ def test_each_value_of_another_type_is_named() -> None:
         EngineConfig(model="m", page_size="16", threads=2.0)  # type: ignore[arg-type]
 
 
+def test_an_address_that_nobody_meets_at_is_refused() -> None:
+    with pytest.raises(ConfigError, match="distributed_address needs several ranks"):
+        EngineConfig(model="m", distributed_address="10.0.0.1")
+    EngineConfig(model="m", distributed_address="10.0.0.1", data_parallel_size=2)
+
+
 def test_whole_numbers_are_numbers() -> None:
     config = EngineConfig(model="m", memory_utilization=1, watchdog_seconds=0, quantization="int4", threads=None)
     assert (config.memory_utilization, config.quantization) == (1, "int4")

@@ -33,7 +33,12 @@ TEXTS = {
     "device": "cuda:1",
     "speculative_config": '{"method": "suffix"}',
     "allowed_origins": "https://example.org",
+    "allowed_methods": "GET",
 }
+# Options without which another one would have no effect, and is refused.
+OF_PAGES = ("allowed_methods", "allowed_headers", "allow_credentials")
+NEEDED: dict[str, dict[str, Any]] = {name: {"allowed_origins": ("https://example.org",)} for name in OF_PAGES}
+NEEDED["distributed_address"] = {"tensor_parallel_size": 2}
 SERVE_FIELDS = [
     (config, field)
     for config in (EngineConfig, ServerConfig)
@@ -120,13 +125,16 @@ def test_every_field_has_a_flag_in_every_spelling(config: type, field: dataclass
         else:
             text, expected = other_value(config, field)
             args = [spelling, text]
+        needed = NEEDED.get(field.name, {})
+        for name, value in needed.items():
+            args += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
         status, output, received = run("some-model", *args)
         assert status == 0, output
         configs = {type(made): made for made in received[0]}
         assert getattr(configs[config], field.name) == expected
         assert configs[EngineConfig].model == "some-model"
         plain = {EngineConfig: EngineConfig(model="some-model"), ServerConfig: ServerConfig()}
-        plain[config] = dataclasses.replace(plain[config], **{field.name: expected})
+        plain[config] = dataclasses.replace(plain[config], **{field.name: expected}, **needed)
         assert configs == plain
 
 
