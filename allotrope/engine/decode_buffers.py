@@ -173,9 +173,9 @@ class DecodeBuffers:
             paged,
         )
 
-    def take(self, inputs: Inputs, tokens: torch.Tensor) -> None:
-        """Make the first rows those of `tokens` [n] of a step on tensors of its own, as passes of a draft model read
-        them."""
+    def copy_rows(self, inputs: Inputs, tokens: torch.Tensor) -> None:
+        """Copy into the first rows what passes of a draft model read of `tokens` [n], which index those of a step that
+        did not run on these buffers."""
         of, count = inputs.batch.tensors, len(tokens)
         self._positions[:count].copy_(of.positions[tokens])
         requests = of.request_of_token[tokens]

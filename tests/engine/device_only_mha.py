@@ -90,5 +90,5 @@ def on_buffers(
         draft_model=worker.draft_model,
     )
     if old.drafts is not None:
-        worker.model_runner.drafts.count_accepted = old.drafts.count_accepted
+        worker.model_runner.drafts.passes.count_accepted = old.drafts.passes.count_accepted
     return worker.model_runner

@@ -118,15 +118,15 @@ class Head:
         self.drafted: dict[tuple[str, int], list[int]] = {}
         drafting: Any = running._loop._drafting
         model = running._executor.worker.draft_model  # type: ignore[attr-defined]
-        runner = running._executor.worker.model_runner.drafts  # type: ignore[attr-defined]
-        inner, inner_of_runner = model.greedy, runner.count_accepted
+        passes_of_head = running._executor.worker.model_runner.drafts.passes  # type: ignore[attr-defined]
+        inner, inner_count = model.greedy, passes_of_head.count_accepted
         # Passes so far, and per sequence its output tokens and the drafts of its last step that count.
         passes = {"behind": 0}
         lens: list[int] = []
         counted: dict[EngineSequence, int] = {}
 
         def accept(*args: Any) -> AcceptedDrafts:
-            found: AcceptedDrafts = inner_of_runner(*args)
+            found: AcceptedDrafts = inner_count(*args)
             passes["behind"] = 0
             lens.clear()
             for seq, count in zip(drafting._drafted_for, found.accepted.tolist(), strict=False):
@@ -148,7 +148,7 @@ class Head:
                     found[i] = scripted[behind]
             return found
 
-        runner.count_accepted, model.greedy = accept, greedy
+        passes_of_head.count_accepted, model.greedy = accept, greedy
 
 
 class Overridden(ModelDrafting):

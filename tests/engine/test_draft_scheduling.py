@@ -165,8 +165,8 @@ def test_padding_rows_of_draft_passes_behind_prompts_read_no_key(monkeypatch: py
     torch.set_num_threads(1)
     running = speculating(directory(HEAD), "mtp", 3, {}, async_scheduling="on")
     static_steps(running)
-    drafts: Any = running._executor.worker.model_runner.drafts  # type: ignore[attr-defined]
-    inner = drafts.advance_chain
+    passes: Any = running._executor.worker.model_runner.drafts.passes  # type: ignore[attr-defined]
+    inner = passes.advance_chain
     lens: list[int] = []
 
     def noted(positions: torch.Tensor, seq_lens: torch.Tensor, *args: Any) -> ChainRows:
@@ -174,7 +174,7 @@ def test_padding_rows_of_draft_passes_behind_prompts_read_no_key(monkeypatch: py
         lens.extend(moved.seq_lens[seq_lens == 0].tolist())
         return moved
 
-    monkeypatch.setattr(drafts, "advance_chain", noted)
+    monkeypatch.setattr(passes, "advance_chain", noted)
     for count in (6, 5):
         run(running, [request(f"r{count}-{i}", [3 + i] * 20, replace(LONG, max_tokens=6)) for i in range(count)])
     assert lens and not any(lens)
