@@ -7,7 +7,6 @@ what the bytes mean is our own cache layout's business.
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +27,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from allotrope.attention.batch import BatchLayout, CacheIndex
 from allotrope.attention.cache_layout import CacheLayout, StateSlots, WindowRows, page_views, row_bytes
 from allotrope.plugins.steps import Order, rows_index
+from allotrope.plugins.vllm import log
 from allotrope.plugins.vllm.pools import Pool
 from allotrope.plugins.vllm.translate import describe, page_of, page_tokens, states_index, stride
-
-# A name under vLLM's own, so that its handlers and levels hold.
-log = logging.getLogger("vllm.allotrope")
 
 
 @functools.cache

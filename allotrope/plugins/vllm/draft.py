@@ -15,9 +15,10 @@ from allotrope.layers.draft import DraftModel
 from allotrope.layers.step import Step
 from allotrope.loading.decoder import fill_draft
 from allotrope.loading.draft import draft_build, draft_tensors
+from allotrope.plugins.vllm import log
 from allotrope.plugins.vllm.cache import HostedCache
 from allotrope.plugins.vllm.contract import PAIRED_DRAFT_HEADS
-from allotrope.plugins.vllm.model import HostedLayers, HostedModel, log
+from allotrope.plugins.vllm.model import HostedLayers, HostedModel
 from allotrope.plugins.weights import StreamedWeights
 
 

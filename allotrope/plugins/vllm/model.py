@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -16,164 +14,42 @@ import torch
 from torch import nn
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, eager_break_during_capture
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 
-from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.architectures.registry import Architecture
 from allotrope.attention.batch import BatchLayout
-from allotrope.attention.cache_layout import CacheLayout, Field, StateSlots, row_bytes
+from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
 from allotrope.attention.family import Spec
 from allotrope.cache.groups import Member
-from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
-from allotrope.errors import ConfigError, ModelError
+from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.errors import ModelError
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
-from allotrope.layers.model_spec import ModelSpec
-from allotrope.layers.parallel import Parallel
 from allotrope.layers.step import LayerStep, Step
 from allotrope.loading.decoder import load_decoder, make_decoder, only_kept, quantized_build
-from allotrope.loading.kv_scales import FP8, attention_specs
+from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.rope import RopeTables
-from allotrope.plugins.hosted_build import DTYPES, hosted_build, read_options
+from allotrope.plugins.hosted_build import read_options
 from allotrope.plugins.prefill_graphs import PrefillGraphs
 from allotrope.plugins.steps import Order, arrange
+from allotrope.plugins.vllm import log
 from allotrope.plugins.vllm.cache import CacheMember, HostedCache, HostedStep
+from allotrope.plugins.vllm.config import (
+    log_state_dtype,
+    make_build,
+    open_config,
+    planned_layouts,
+    refuse_unsupported,
+    warn_unused_backend,
+)
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.pools import pools_of
-from allotrope.plugins.vllm.speculation import speculation_reasons
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
 from allotrope.plugins.weights import StreamedWeights
 
-# Where a module of torch has its own parameters and buffers.
+# Where a torch module keeps its own parameters and buffers.
 _TENSORS = ("_parameters", "_buffers")
-_KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
-# A name under vLLM's own, so that its handlers and levels hold.
-log = logging.getLogger("vllm.allotrope")
-
-
-def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpoint, Architecture, ModelSpec]:
-    """The checkpoint's config.json as it stands, read by our rules; `weights`: with the headers of its tensors.
-
-    Raises ModelError or ConfigError.
-    """
-    config = vllm_config.model_config
-    overrides = {} if _is_draft(vllm_config) else config.hf_overrides or {}
-    if not isinstance(overrides, dict):
-        raise ConfigError(
-            "hf_overrides is a function; Allotrope's models need an object. ALLOTROPE_VLLM=0 turns them off."
-        )
-    checkpoint = open_checkpoint(
-        config.model,
-        revision=config.revision,
-        load_format="auto" if weights else "dummy",
-        hf_overrides=json.dumps(overrides) if overrides else None,
-    )
-    return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
-
-
-def _is_draft(vllm_config: VllmConfig) -> bool:
-    """Whether the model drafts for another one: vLLM then has a function of its own for overrides."""
-    speculative = vllm_config.speculative_config
-    return (
-        speculative is not None
-        and speculative.method == "draft_model"
-        and vllm_config.model_config is speculative.draft_model_config
-    )
-
-
-def _refuse(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Raise ModelError for everything that vLLM was asked for and that our models do not do."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    config, offload = vllm_config.model_config, vllm_config.offload_config
-    stated = quantization_of(checkpoint.config)
-    asked = {
-        "LoRA": vllm_config.lora_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
-        # vLLM keeps this of mixtures of experts alone, whose experts its own models share out.
-        "data parallelism of experts": parallel.data_parallel_size > 1,
-        "expert parallelism": parallel.enable_expert_parallel,
-        "quantizing a plain checkpoint": config.quantization is not None and not stated,
-        "dual batch overlap": parallel.enable_dbo,
-        "transfer of caches (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
-        "prompts of embeddings": config.enable_prompt_embeds,
-        "offloading weights": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
-        "a config of another place (hf_config_path)": config.hf_config_path not in (None, config.model),
-        "another type of cache for some layers": bool(cache.kv_cache_dtype_skip_layers),
-        "a type for a convolution's cached inputs (mamba_cache_dtype)": cache.mamba_cache_dtype != "auto",
-        "classes of texts (convert=classify)": getattr(config, "convert_type", "none") == "classify",
-        "updates of weights (weight_transfer_config)": getattr(vllm_config, "weight_transfer_config", None) is not None,
-        "returning the experts of tokens (enable_return_routed_experts)": _returns_experts(vllm_config),
-        "rounding states at random (enable_mamba_cache_stochastic_rounding)": _rounds_at_random(vllm_config),
-        # Of 0.25 alone.
-        "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
-    }
-    reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
-    if vllm_config.speculative_config is not None:
-        layouts = _planned_layouts(vllm_config, checkpoint, spec)
-        reasons += speculation_reasons(vllm_config.speculative_config, config.model, layouts)
-    # Raises for a quantization that is not known.
-    weight_formats(checkpoint.config, config.model)
-    if reasons:
-        raise ModelError(config.model, [*reasons, "ALLOTROPE_VLLM=0 gives vLLM's own models"])
-
-
-def _returns_experts(vllm_config: VllmConfig) -> bool:
-    """vLLM 0.32 has it in a config of its own."""
-    places = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
-    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
-
-
-def _rounds_at_random(vllm_config: VllmConfig) -> bool:
-    """Some versions have it among the options of caches."""
-    mamba = getattr(vllm_config, "mamba_config", None)
-    return any(
-        getattr(place, name, False)
-        for place, name in (
-            (mamba, "enable_stochastic_rounding"),
-            (vllm_config.cache_config, "enable_mamba_cache_stochastic_rounding"),
-        )
-    )
-
-
-def _say_what_is_unused(vllm_config: VllmConfig) -> None:
-    """vLLM names attention backends for some architectures by itself: what is asked for cannot be told from that."""
-    backend = vllm_config.attention_config.backend
-    if backend is not None:
-        log.warning(
-            "vLLM's attention backend %s is not used: Allotrope's layers have their own"
-            " (additional_config: allotrope.attention_backend)",
-            backend.name,
-        )
-
-
-def _log_state_dtype(vllm_config: VllmConfig, keeps_states: bool) -> None:
-    """vLLM's CPU platform resets the type in its config on some processors, so the config does not say who chose it."""
-    if vllm_config.device_config.device_type == "cpu" and vllm_config.cache_config.mamba_ssm_cache_dtype == "float32":
-        log.info(
-            "allotrope: %s: mamba_ssm_cache_dtype is float32, by request or because vLLM's CPU platform resets it"
-            " on processors with AVX-512 BF16",
-            "recurrent states are float32" if keeps_states else "the model keeps no recurrent states",
-        )
-
-
-def _build(vllm_config: VllmConfig, options: dict[str, Any]) -> Build:
-    cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
-    if cache != "auto" and cache not in _KV_DTYPES:
-        allowed = ", ".join(["auto", *_KV_DTYPES])
-        raise ConfigError(f"kv_cache_dtype={cache!r} is not supported by Allotrope's models (allowed: {allowed}).")
-    device = torch.device(vllm_config.device_config.device_type)
-    types = (dtype, _KV_DTYPES.get(cache, dtype), _state_dtype(vllm_config))
-    # vLLM's name of rows with factors of their own.
-    row_format = "scaled" if cache == "fp8_ds_mla" else "plain"
-    return hosted_build("vLLM", get_tp_group(), options, device, types, row_format)
-
-
-def _state_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """Of recurrent states: fp32, where vLLM's own models have that of the activations, unless it is named."""
-    return DTYPES.get(vllm_config.cache_config.mamba_ssm_cache_dtype, torch.float32)
 
 
 class HostedLayers(nn.Module):
@@ -260,12 +136,12 @@ class HostedModel(HostedLayers):
         checkpoint, architecture, spec = open_config(vllm_config, stored)
         super().__init__(checkpoint, architecture)
         self.quantized_weights = quantized_weights
-        _refuse(vllm_config, self.checkpoint, spec)
-        _say_what_is_unused(vllm_config)
-        self.build = _build(vllm_config, options)
+        refuse_unsupported(vllm_config, self.checkpoint, spec)
+        warn_unused_backend(vllm_config)
+        self.build = make_build(vllm_config, options)
         # What the mixers would refuse, in the words of our engine.
         specs = attention_specs(spec, self.build, self.checkpoint.source)
-        _log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
+        log_state_dtype(vllm_config, any(isinstance(one, StateSlots) for of in specs for one in of.caches().values()))
         if keeps:
             kept = quantized_build(self.checkpoint, self.architecture, spec, self.build)
             self.build = only_kept(kept, quantized_weights)
@@ -386,16 +262,8 @@ class HostedHybridModel(HostedModel):
 def _largest_state(vllm_config: VllmConfig) -> tuple[Field, ...]:
     """Fields of the largest state of a model that is not yet built."""
     checkpoint, _, spec = open_config(vllm_config)
-    states = [one for one in _planned_layouts(vllm_config, checkpoint, spec) if isinstance(one, StateSlots)]
+    states = [one for one in planned_layouts(vllm_config, checkpoint, spec) if isinstance(one, StateSlots)]
     return max(states, key=row_bytes, default=StateSlots(())).fields
-
-
-def _planned_layouts(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: ModelSpec) -> list[CacheLayout]:
-    """Of the caches of a model that is not yet built, with entries of the model's type."""
-    dtype, size = vllm_config.model_config.dtype, vllm_config.parallel_config.tensor_parallel_size
-    build = Build(dtype, dtype, torch.device("meta"), Parallel(0, size), state_dtype=_state_dtype(vllm_config))
-    specs = attention_specs(spec, build, checkpoint.source)
-    return [layout for one in specs for layout in one.caches().values()]
 
 
 def _host(
