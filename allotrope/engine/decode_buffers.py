@@ -39,8 +39,9 @@ _SEQUENCES = ("token", "num_drafts", "reserved", "forced")
 class DecodeBuffers:
     """Inputs and output of decode steps of up to `size` requests, each of up to `context` tokens.
 
-    `verify`: requests may be drafts. `most_sampled`: tokens of the step before that rows may take, where these are more
-    than `size`. `sequences`: most of a step.
+    `verify`: rows may be drafts. `max_sampled`: most tokens of the step before that rows may take, where these are more
+    than `size`. `sequences`: most sequences of a step. `hidden`, `received`: widths of what the layers return, and of
+    what a pipeline stage receives.
 
     `accepted`: [sequences] drafts that the step before accepted of each of its sequences.
     """
@@ -55,7 +56,7 @@ class DecodeBuffers:
         device: torch.device,
         *,
         verify: bool = False,
-        most_sampled: int = 0,
+        max_sampled: int = 0,
         sequences: int = 0,
         received: int = 0,
     ) -> None:
@@ -82,7 +83,7 @@ class DecodeBuffers:
         ]
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._requests = torch.arange(size, device=device)
-        self.prev_sampled = torch.zeros(max(size, most_sampled), dtype=torch.int64, device=device)
+        self.prev_sampled = torch.zeros(max(size, max_sampled), dtype=torch.int64, device=device)
         self.hidden = torch.zeros(size, hidden, dtype=dtype, device=device)
         self.received = torch.zeros(size, received, dtype=dtype, device=device)
 

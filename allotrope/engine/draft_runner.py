@@ -62,9 +62,9 @@ class DraftRunner:
         self.next_tokens, self.accepted = self._static.run_chain(facts.sequences, facts)
 
     def run(
-        self, features: torch.Tensor, sampled: torch.Tensor, inputs: Inputs, plans: Plans, facts: StepFacts
+        self, sampled: torch.Tensor, features: torch.Tensor, inputs: Inputs, plans: Plans, facts: StepFacts
     ) -> None:
-        """The passes behind any other step. `features`: [T, F]. `sampled`: as in `run_static`. `inputs`, `plans`,
+        """The passes behind any other step. `sampled`: as in `run_static`. `features`: [T, F]. `inputs`, `plans`,
         `facts`: of the step."""
         assert inputs.next_ids is not None and inputs.sequences is not None
         passes = self.passes

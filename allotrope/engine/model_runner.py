@@ -6,15 +6,15 @@ and every rank runs it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from allotrope.attention.family import Spec
 from allotrope.cache.arena import Arena
 from allotrope.cache.groups import CacheGroup
 from allotrope.engine.decode_buffers import DecodeBuffers
@@ -22,6 +22,7 @@ from allotrope.engine.draft_runner import DraftRunner
 from allotrope.engine.host_bound import runs_in_pieces
 from allotrope.engine.inputs import Inputs, StepFacts, StepPlan, pack, padding_row, unpack
 from allotrope.engine.layer_plans import LayerPlans, Plans
+from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.packed_step import PackedStep, Words
 from allotrope.engine.recorded_steps import RecordedSteps
 from allotrope.graphs.captured import DecodeGraphs, Graphs
@@ -40,46 +41,47 @@ log = logging.getLogger("allotrope.engine")
 
 @dataclass(frozen=True)
 class GraphShapes:
-    """Decode steps of up to `size` requests of up to `context` tokens run on static buffers; `capture`: as graphs.
-    `sequences`: most of a step; its requests may be more where drafts are verified, `max_drafts` of each. So do
-    prefill steps of up to `prefill_tokens` tokens, but for their attention; 0: none."""
+    """The steps that run on static buffers; `capture`: as CUDA graphs.
 
-    size: int
-    context: int
-    sequences: int
+    Decode steps have up to `max_decodes` rows with one token, of up to `max_num_seqs` sequences of up to
+    `max_model_len` tokens: a sequence has a row for its last token and one for each of its drafts, `max_drafts` at
+    most. Prefill steps have up to `prefill_tokens` tokens, and their attention runs eagerly; 0: none.
+    """
+
+    max_decodes: int
+    max_model_len: int
+    max_num_seqs: int
     max_drafts: int
     capture: bool
     prefill_tokens: int = 0
 
 
 class ModelRunner:
-    """One rank's model, caches and plans. `specs`: per layer, its attention as this rank sees it.
+    """One rank's model, caches and plans. `groups`: of the caches in `arena`.
 
-    `shapes`: None keeps every step's tensors its own, with exact lengths. `record`: such decode steps may be recorded.
-    `max_drafts`: rows of a sequence that may be drafts. `draft_model`: its caches are those of the layers behind the
-    model's own.
+    `shapes`: None runs each step on tensors of its own, with exact lengths. `record`: decode steps of these may be
+    recorded (`RecordedSteps`). `draft_model`: its caches are those of the layers behind the model's own.
     """
 
     def __init__(
         self,
         model: Decoder,
-        specs: Sequence[Spec],
+        load_plan: LoadPlan,
         groups: Sequence[CacheGroup],
         arena: Arena,
-        shares: Mapping[int, int],
-        device: torch.device,
         shapes: GraphShapes | None = None,
         *,
-        record: bool = False,
-        max_drafts: int = 0,
         draft_model: DraftModel | None = None,
+        record: bool = False,
     ) -> None:
+        specs, shares, max_drafts = load_plan.own_specs, load_plan.shares, load_plan.max_drafts
+        device = load_plan.build.device
         self.model, self.arena, self.device, self._verify = model, arena, device, max_drafts > 0
         self.groups = groups
         tables = self._tables = RopeTables(device, model.chooser)
         attention = list(zip(specs, model.backends, strict=True))
         self._layers = LayerPlans(attention, model.stage.first, groups, arena, shares, tables)
-        # To the other pipeline stages, and on the first of them the steps whose hidden states are yet to come back.
+        # Links to the other pipeline stages; on the first one, the steps whose hidden states are yet to come back.
         self._links = model.parallel.links
         self._launched: deque[StepFacts] = deque()
         self.drafts: DraftRunner | None = None
@@ -94,27 +96,31 @@ class ModelRunner:
         alone = model.parallel.layout.size == 1
         if record and alone and shapes is None and not self._verify and device.type == "cpu":
             self.recorded = RecordedSteps(model)
-        # Of the last step, for the draft model: its facts, and its size on static buffers, or its features, inputs and
-        # plans.
-        self._last: tuple[StepFacts, int | tuple[torch.Tensor, Inputs, Plans]] | None = None
+        # Runs the passes of the draft model behind the last step.
+        self._draft_passes: Callable[[torch.Tensor], None] | None = None
         if shapes is not None:
-            self._make_static(shapes)
+            self._make_decode_graphs(shapes)
             if shapes.prefill_tokens and runs_in_pieces(model.parallel.layout):
-                self._make_pieces(shapes)
+                self._make_prefill_graphs(shapes)
 
-    def _make_static(self, decode: GraphShapes) -> None:
+    def _make_decode_graphs(self, shapes: GraphShapes) -> None:
         model, data_ranks = self.model, self.model.parallel.layout.data
         buffers = DecodeBuffers(
-            *(self.groups, decode.size, decode.context, model.sent_width, model.dtype, self.device),
+            self.groups,
+            size=shapes.max_decodes,
+            context=shapes.max_model_len,
+            hidden=model.sent_width,
+            dtype=model.dtype,
+            device=self.device,
             received=model.received_width,
             verify=self._verify,
-            most_sampled=(1 + decode.max_drafts) * decode.sequences * data_ranks,
-            sequences=decode.sequences * data_ranks,
+            max_sampled=(1 + shapes.max_drafts) * shapes.max_num_seqs * data_ranks,
+            sequences=shapes.max_num_seqs * data_ranks,
         )
         drafts, alone = self.drafts, self.model.parallel.layout.size == 1
         advance_rows = None
         if self._verify:
-            advance_rows = self.model.chooser.choose(ADVANCE_ROWS, DraftRowsSpec(decode.max_drafts)).run
+            advance_rows = self.model.chooser.choose(ADVANCE_ROWS, DraftRowsSpec(shapes.max_drafts)).run
 
         def body(size: int) -> None:
             if advance_rows is not None:
@@ -127,11 +133,13 @@ class ModelRunner:
                 drafts.keep(features)
 
         self.buffers = buffers
-        self.graphs = DecodeGraphs(body, buffers.clear, decode.size, self.device, capture=decode.capture, alone=alone)
+        self.graphs = DecodeGraphs(
+            body, buffers.clear, shapes.max_decodes, self.device, capture=shapes.capture, alone=alone
+        )
         if drafts is not None:
-            drafts.make_static(buffers, decode.sequences, capture=decode.capture, alone=alone)
+            drafts.make_static(buffers, shapes.max_num_seqs, capture=shapes.capture, alone=alone)
 
-    def _make_pieces(self, shapes: GraphShapes) -> None:
+    def _make_prefill_graphs(self, shapes: GraphShapes) -> None:
         model, alone = self.model, self.model.parallel.layout.size == 1
         sizes = prefill_sizes(shapes.prefill_tokens)
         buffers = PrefillBuffers(sizes[-1], self.device, self._tables)
@@ -187,7 +195,7 @@ class ModelRunner:
             self.launch(packed)
             return self.finish() if self.model.stage.is_first else torch.empty(0, device=self.device)
         facts = StepFacts.read(packed)
-        return self._score(self._hidden(packed, facts, prev_sampled), facts)
+        return self._logits(self._forward(packed, facts, prev_sampled), facts)
 
     @torch.inference_mode()
     def launch(self, packed: PackedStep) -> None:
@@ -195,7 +203,7 @@ class ModelRunner:
         but the one before."""
         links, facts = self._links, StepFacts.read(packed)
         assert links is not None, "a model of one stage runs a step at once"
-        hidden = self._hidden(packed, facts, None)
+        hidden = self._forward(packed, facts, None)
         if self._static_size(facts) is not None:
             # The next step writes to the buffers before this one is sent.
             hidden = hidden.clone()
@@ -215,7 +223,7 @@ class ModelRunner:
         if facts.of_ranks:
             rows = sum(one.logits for one in facts.of_ranks)
         hidden = torch.empty(rows, self.model.spec.hidden, dtype=self.model.dtype, device=self.device)
-        return self._score(self._links.receive_back(hidden), facts)
+        return self._logits(self._links.receive_back(hidden), facts)
 
     def _static_size(self, facts: StepFacts) -> int | None:
         """The rows of a step that runs on the static buffers; None: it does not."""
@@ -224,8 +232,8 @@ class ModelRunner:
         # Data-parallel ranks exchange rows: all of them run the same size.
         return self.graphs.padded(max(facts.requests, *(one.tokens for one in facts.of_ranks), 1))
 
-    def _score(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
-        """What `run` returns. `hidden`: what `_hidden` returns on the last stage."""
+    def _logits(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
+        """Logits or greedy tokens, as `run` returns them. `hidden`: what `_forward` returns on the last stage."""
         out = self.model.greedy(hidden) if facts.greedy else self.model.logits(hidden)
         indices, requests = facts.logits_indices, facts.requests
         if facts.of_ranks or self._static_size(facts) is None:
@@ -233,27 +241,39 @@ class ModelRunner:
         # The padding rows stay: the same product runs whether or not a graph came before it.
         return out[:requests] if len(indices) == requests else out[:requests][self._on_device(indices)]
 
-    def _hidden(self, packed: PackedStep, facts: StepFacts, prev_sampled: torch.Tensor | None) -> torch.Tensor:
-        """Run the layers: the hidden states at the plan's `logits_indices`, or of all rows of the static buffers; on a
-        stage that is not the last, what the next one receives."""
-        indices, requests, model = facts.logits_indices, facts.requests, self.model
-        if self.drafts is not None:
-            prev_sampled = self.drafts.next_tokens
+    def _forward(self, packed: PackedStep, facts: StepFacts, prev_sampled: torch.Tensor | None) -> torch.Tensor:
+        """Run the layers. Returns the hidden states at the plan's `logits_indices`, or of all rows of the static
+        buffers; on a stage that is not the last, what the next one receives."""
         if len(facts.copies):
             self.arena.copy_pages(facts.copies.tolist())
+        if self.drafts is not None:
+            prev_sampled = self.drafts.next_tokens
         size = self._static_size(facts)
         if size is not None:
-            assert self.buffers is not None and self.graphs is not None
-            if self._links is not None and not model.stage.is_first:
-                self._links.receive(self.buffers.received[:size])
-            self.buffers.refresh(packed, requests, prev_sampled, size)
-            if self.drafts is not None and (accepted := self.drafts.accepted) is not None:
-                self.buffers.accepted[: len(accepted)].copy_(accepted)
-            self.graphs.run(size)
-            self._last = facts, size
-            if facts.of_ranks and model.stage.is_last:
-                return self._selected(self.buffers.hidden, facts)
-            return self.buffers.hidden[:size]
+            return self._forward_static(packed, facts, prev_sampled, size)
+        return self._forward_own(packed, facts, prev_sampled)
+
+    def _forward_static(
+        self, packed: PackedStep, facts: StepFacts, prev_sampled: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
+        """A decode step on the static buffers, padded to `size` rows."""
+        buffers, graphs, drafts = self.buffers, self.graphs, self.drafts
+        assert buffers is not None and graphs is not None
+        if self._links is not None and not self.model.stage.is_first:
+            self._links.receive(buffers.received[:size])
+        buffers.refresh(packed, facts.requests, prev_sampled, size)
+        if drafts is not None and drafts.accepted is not None:
+            buffers.accepted[: len(drafts.accepted)].copy_(drafts.accepted)
+        graphs.run(size)
+        if drafts is not None:
+            self._draft_passes = functools.partial(drafts.run_static, size=size, facts=facts)
+        if facts.of_ranks and self.model.stage.is_last:
+            return self._gather_for_logits(buffers.hidden, facts)
+        return buffers.hidden[:size]
+
+    def _forward_own(self, packed: PackedStep, facts: StepFacts, prev_sampled: torch.Tensor | None) -> torch.Tensor:
+        """Any other step, on tensors of its own with exact lengths."""
+        model, indices = self.model, facts.logits_indices
         inputs, plans = unpack(packed, facts, self.groups, self.device), Plans()
         if inputs.prev_sampled_indices is not None and prev_sampled is not None:
             ids = known_ids(inputs.ids, inputs.prev_sampled_indices, prev_sampled)
@@ -272,25 +292,22 @@ class ModelRunner:
         else:
             hidden, features = self._run(inputs, None, plans, rows, received)
         if self.drafts is not None:
-            self._last = facts, (features, inputs, plans)
+            self._draft_passes = functools.partial(
+                self.drafts.run, features=features, inputs=inputs, plans=plans, facts=facts
+            )
         if facts.of_ranks and model.stage.is_last:
-            return self._selected(hidden, facts)
+            return self._gather_for_logits(hidden, facts)
         if model.stage.is_last and len(indices) != len(hidden):
             hidden = hidden[self._on_device(indices)]
         return hidden
 
     @torch.inference_mode()
     def run_drafts(self, sampled: torch.Tensor) -> None:
-        """The passes of the draft model that the last plan asks for. `sampled`: [n] tokens that came of it, in order of
+        """Run the passes of the draft model that the last plan asks for. `sampled`: [n] tokens of its step, in order of
         the rows that they follow, on all data-parallel ranks."""
-        assert self.drafts is not None and self._last is not None
-        facts, step = self._last
-        if isinstance(step, int):
-            self.drafts.run_static(sampled, step, facts)
-        else:
-            features, inputs, plans = step
-            self.drafts.run(features, sampled, inputs, plans, facts)
-        self._last = None
+        assert self._draft_passes is not None, "no step has run"
+        self._draft_passes(sampled)
+        self._draft_passes = None
 
     @property
     def _all_graphs(self) -> Sequence[Graphs[Any]]:
@@ -338,8 +355,8 @@ class ModelRunner:
             return None
         return RankRows(data, tokens if len(tokens) > 1 else tokens * data.size)
 
-    def _selected(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
-        """The hidden states behind which there are logits, of all data-parallel ranks. `hidden`: of this one."""
+    def _gather_for_logits(self, hidden: torch.Tensor, facts: StepFacts) -> torch.Tensor:
+        """The hidden states that logits are computed of, of all data-parallel ranks. `hidden`: of this one."""
         data, indices = self.model.parallel.data, facts.logits_indices
         assert data is not None
         if len(indices) == facts.requests and facts.decodes_only:
@@ -380,22 +397,21 @@ class ModelRunner:
 
 
 def graph_shapes(
-    models: Sequence[Decoder | DraftModel],
-    size: int,
-    context: int,
-    sequences: int,
-    max_drafts: int,
-    device: torch.device,
-    *,
-    capture: bool,
-    prefill_tokens: int,
+    models: Sequence[Decoder | DraftModel], load_plan: LoadPlan, *, capture: bool, prefill_tokens: int
 ) -> GraphShapes | None:
-    """How decode steps of a model, and of its draft model if there is one, and its prefill steps run on `device`; None,
-    with a line in the log that says why, where each has tensors of its own."""
-    if device.type != "cuda":
+    """The steps of `models`, a model and perhaps its draft model, that run on static buffers. None where each step has
+    tensors of its own: on a CPU, and with backends that cannot be captured, which the log names."""
+    if load_plan.build.device.type != "cuda":
         return None
     reasons = uncaptured(layer for model in models for layer in model.attention)
     if reasons:
         log.info("decode and prefill steps run without CUDA graphs: %s", "; ".join(reasons))
         return None
-    return GraphShapes(size, context, sequences, max_drafts, capture, prefill_tokens)
+    return GraphShapes(
+        max_decodes=load_plan.max_decodes,
+        max_model_len=load_plan.max_model_len,
+        max_num_seqs=load_plan.max_num_seqs,
+        max_drafts=load_plan.max_drafts,
+        capture=capture,
+        prefill_tokens=prefill_tokens,
+    )

@@ -34,11 +34,7 @@ def measure_peak(model: Decoder, draft_model: DraftModel | None, load_plan: Load
     lengths = longest_prompts(load_plan.step_tokens, load_plan.max_model_len)
     rows, memory = _rows(load_plan.groups, lengths)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
-    model_runner = ModelRunner(
-        *(model, load_plan.own_specs, load_plan.groups, arena, load_plan.shares, device),
-        max_drafts=load_plan.max_drafts,
-        draft_model=draft_model,
-    )
+    model_runner = ModelRunner(model, load_plan, load_plan.groups, arena, draft_model=draft_model)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

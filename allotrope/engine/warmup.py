@@ -66,11 +66,7 @@ def _warm_up(
     # Beside the null page, one that all rows share.
     memory = MemoryPlan(tuple(GroupPlan(group, 2, group_bytes(group, 2)) for group in groups), 0, 0)
     arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
-    model_runner = ModelRunner(
-        *(model, load_plan.own_specs, groups, arena, load_plan.shares, device, shapes),
-        max_drafts=load_plan.max_drafts,
-        draft_model=draft_model,
-    )
+    model_runner = ModelRunner(model, load_plan, groups, arena, shapes, draft_model=draft_model)
     for step in _prompts(load_plan, 0 if shapes is None else shapes.prefill_tokens):
         model_runner.run_on_all_ranks(StepPlan(tuple(_row(groups, *lengths) for lengths in step)))
         if draft_model is not None:

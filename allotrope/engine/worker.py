@@ -101,18 +101,7 @@ class Worker:
         if self._device.type == "cuda" and runs_in_pieces(load_plan.build.parallel.layout):
             # Shares of unequal ranks cost unequal times, and all ranks run one size.
             prefill_tokens = ranks.min(host_bound_tokens(load_plan))
-        self._shapes = graph_shapes(
-            *(
-                models,
-                load_plan.max_decodes,
-                load_plan.max_model_len,
-                load_plan.max_num_seqs,
-                load_plan.max_drafts,
-                self._device,
-            ),
-            capture=config.cuda_graphs,
-            prefill_tokens=prefill_tokens,
-        )
+        self._shapes = graph_shapes(models, load_plan, capture=config.cuda_graphs, prefill_tokens=prefill_tokens)
         self._model_runner: ModelRunner | None = None
         self._prev_sampled: torch.Tensor | None = None
         self._sleeping: SleepingMemory | None = None
@@ -159,10 +148,13 @@ class Worker:
         arena = Arena(memory, load_plan.num_layers, load_plan.shares, device)
         groups = [entry.group for entry in memory.groups]
         self._model_runner = ModelRunner(
-            *(self.model, load_plan.own_specs, groups, arena, load_plan.shares, device, self._shapes),
-            record=self.config.cuda_graphs,
-            max_drafts=load_plan.max_drafts,
+            self.model,
+            load_plan,
+            groups,
+            arena,
+            self._shapes,
             draft_model=self.draft_model,
+            record=self.config.cuda_graphs,
         )
         static = 0 if self._model_runner.buffers is None else self._model_runner.buffers.bytes
         seconds = time.monotonic() - started

@@ -85,9 +85,7 @@ def on_buffers(
         prefill_tokens=prefill_tokens,
     )
     worker.model_runner = ModelRunner(
-        *(worker.model, load_plan.own_specs, old.groups, old.arena, load_plan.shares, torch.device("cpu"), shape),
-        max_drafts=load_plan.max_drafts,
-        draft_model=worker.draft_model,
+        worker.model, load_plan, old.groups, old.arena, shape, draft_model=worker.draft_model
     )
     if old.drafts is not None:
         worker.model_runner.drafts.passes.count_accepted = old.drafts.passes.count_accepted

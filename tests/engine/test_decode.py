@@ -135,7 +135,7 @@ def test_refresh_forgets_the_step_before() -> None:
 def test_rows_behind_unread_drafts_are_those_of_a_host_that_has_read_them() -> None:
     """Two sequences, of which the step before accepted two drafts and none, and one that it did not have."""
     groups = [CacheGroup("paged", 4, None, ()), CacheGroup("state", 1, None, ())]
-    kinds = {"verify": True, "most_sampled": 9, "sequences": 3}
+    kinds = {"verify": True, "max_sampled": 9, "sequences": 3}
     unread, known = (DecodeBuffers(groups, 8, 32, 8, torch.float32, CPU, **kinds) for _ in range(2))
     of_sequences = [pages([3, 4, 5], []), pages([6, 7], []), pages([8], [])]
 
