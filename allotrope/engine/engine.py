@@ -68,21 +68,32 @@ class Engine:
         self.limits = _limits(config, load_plan)
         copies: list[PageCopy] = []
         self._requests = RequestTable(
-            *(config, self.limits, load_plan.limits.step_tokens, self.memory),
+            config,
+            self.limits,
+            load_plan.limits.step_tokens,
+            self.memory,
             copy_page=lambda *copy: copies.append(copy),
             max_decodes=load_plan.max_decodes,
             lookahead=load_plan.lookahead,
             stages=self._executor.stages,
         )
         self._drafting = make_drafting(
-            *(config.speculation, load_plan.max_drafts, load_plan.max_decodes * config.data_parallel_size, config.seed),
+            config.speculation,
+            max_drafts=load_plan.max_drafts,
+            max_decodes=load_plan.max_decodes * config.data_parallel_size,
+            seed=config.seed,
             lookahead=load_plan.lookahead,
             on_gpu=self._device.type == "cuda",
         )
         seconds = config.step_log_seconds
         loop = StepLoop if self._executor.stages == 1 else PipelineLoop
         self._loop = loop(
-            *(self._executor, self._requests, copies, load_plan.sampler(), self.limits.vocab_size, self._device),
+            self._executor,
+            self._requests,
+            copies,
+            load_plan.sampler(),
+            self.limits.vocab_size,
+            self._device,
             async_scheduling=uses_async_scheduling(config, self._device.type, observed=observer is not None),
             observer=observer,
             step_log=None if seconds is None else StepLog(self._executor, load_plan, seconds),

@@ -349,7 +349,11 @@ def unpack(packed: PackedStep, facts: StepFacts, groups: Sequence[CacheGroup], d
     batch = BatchLayout(*lens, device, tensors, *_verify(words, arrived, requests))
     next_ids, sequences = next(arrived, None), next(arrived, None)
     return Inputs(
-        *(ids, prev_sampled_indices, batch, index, next_ids),
+        ids=ids,
+        prev_sampled_indices=prev_sampled_indices,
+        batch=batch,
+        index=index,
+        next_ids=next_ids,
         sequences=None if sequences is None else sequences.view(4, -1),
     )
 

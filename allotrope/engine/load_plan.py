@@ -136,13 +136,13 @@ class LoadPlan:
         parallel = map_peers(build.parallel, chooser, build.dtype, self.spec.hidden, build.device)
         if any(group.unreachable for group in parallel.groups):
             chooser = Chooser(build.chooser.chip, build.chooser.wanted)
-        of_draft = self.draft_build
-        if of_draft is not None:
+        draft_build = self.draft_build
+        if draft_build is not None:
             # A draft model may have choices of its own.
-            shared = of_draft.chooser is self.build.chooser
-            own = chooser if shared else Chooser(of_draft.chooser.chip, of_draft.chooser.wanted)
-            of_draft = replace(of_draft, parallel=parallel, chooser=own)
-        return replace(self, build=replace(build, parallel=parallel, chooser=chooser), draft_build=of_draft)
+            shared = draft_build.chooser is self.build.chooser
+            own = chooser if shared else Chooser(draft_build.chooser.chip, draft_build.chooser.wanted)
+            draft_build = replace(draft_build, parallel=parallel, chooser=own)
+        return replace(self, build=replace(build, parallel=parallel, chooser=chooser), draft_build=draft_build)
 
     def meta_model(self) -> Decoder:
         """One rank's model, with parameters that take no memory."""
@@ -208,11 +208,11 @@ def resolve_load_plan(
         meta = make_meta_decoder(architecture, spec, build)
         _refuse_experts(config, meta if build.stage is None else _whole(architecture, spec, build), build)
         weight_bytes = weight_bytes_of(meta)
-        of_draft: Build | None = None
+        draft_build: Build | None = None
         if draft is not None:
             assert draft_checkpoint is not None
-            of_draft = build_of_draft(config, draft, draft_checkpoint, architecture, meta, build)
-            weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, of_draft))
+            draft_build = build_of_draft(config, draft, draft_checkpoint, architecture, meta, build)
+            weight_bytes += weight_bytes_of(make_meta_draft(draft, meta, draft_build))
     except ValueError as error:
         # So many ranks cannot share one of its sizes.
         raise ModelError(checkpoint.source, [str(error)]) from error
@@ -239,8 +239,20 @@ def resolve_load_plan(
         )
         limits = gpu_limits(config, room, preferred_tokens)
     return LoadPlan(
-        *(checkpoint, architecture, spec, build, specs, owners, groups, max_model_len, limits, weight_bytes),
-        *(draft, draft_checkpoint, of_draft, draft_specs),
+        checkpoint=checkpoint,
+        architecture=architecture,
+        spec=spec,
+        build=build,
+        specs=specs,
+        shares=owners,
+        groups=groups,
+        max_model_len=max_model_len,
+        limits=limits,
+        weight_bytes=weight_bytes,
+        draft=draft,
+        draft_checkpoint=draft_checkpoint,
+        draft_build=draft_build,
+        draft_specs=draft_specs,
     )
 
 

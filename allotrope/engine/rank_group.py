@@ -65,7 +65,9 @@ class RankGroup:
                 f"distributed_address={address}: ranks cannot meet there ({error}). Give an address of this host."
             ) from error
         store = TCPStore(
-            *(address, port, size),
+            address,
+            port,
+            size,
             is_master=True,
             wait_for_workers=False,
             timeout=_TIMEOUT,

@@ -132,7 +132,10 @@ class StaticDraftPasses:
         assert self._first.rows is not None, "no first pass has run"
         drafts = self._passes.run_chain(
             FirstPass(self._first.rows, self._topk_indices.rows),
-            *(inputs, self._tokens[:size], self._reserved[:size], passes),
+            inputs,
+            self._tokens[:size],
+            self._reserved[:size],
+            passes,
             context=self._buffers.context,
             rows=self._passes.rank_rows((size,) * self._data_ranks),
         )
