@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allotrope.engine.in_flight import start_copy
-from allotrope.engine.inputs import StepRow
 from allotrope.engine.sampled_tokens import SampledTokens
 from allotrope.engine.scheduler import Row
 from allotrope.engine.step_loop import StepLoop
-from allotrope.engine.step_rows import decode_rows, sampling_rows, step_rows, wanted_drafts
+from allotrope.engine.step_rows import decode_rows, sampling_rows, wanted_drafts
 from allotrope.ops.sampling.spec import Sampled
 from allotrope.ops.token_mask import BitMask
 from allotrope.request import SequenceOutput
@@ -73,10 +72,8 @@ class PipelineLoop(StepLoop):
         since = time.perf_counter()
         num_logits = [self._num_logits(row) for row in rows]
         ready = [row for row in rows if row.samples]
-        steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
-        for row, count in zip(rows, num_logits, strict=True):
-            steps[row.seq.dp_rank] += step_rows(row, count, -1)
-        plan = replace(self._step_plan(steps, [()] * len(steps)), greedy=self._chosen_by_ranks(ready, sum(num_logits)))
+        plan = self._step_plan(rows, num_logits, {}, [()] * len(self._requests.schedulers))
+        plan = replace(plan, greedy=self._chosen_by_ranks(ready, sum(num_logits)))
         mask = self._start_mask(ready)
         self._executor.launch(plan)
         for row in rows:

@@ -38,8 +38,8 @@ PageCopy = tuple[int, int, int, int]
 
 
 class StepLoop:
-    """`copies`: pages to copy before the next pass; the loop empties the list. `step_log`:
-    runs the plans where steps are timed. `drafting`: proposes draft tokens; None without speculative decoding.
+    """`copies`: pages to copy before the next pass; the loop empties the list. `step_log`: runs the plans where steps
+    are timed. `drafting`: proposes draft tokens; None without speculative decoding.
     """
 
     def __init__(
@@ -118,41 +118,31 @@ class StepLoop:
     def _launch(
         self, rows: abc.Sequence[Row], before: InFlightStep | None
     ) -> tuple[InFlightStep | None, list[SequenceOutput] | None]:
-        """Start the pass and sample from it: the new step, None if no sequence has all its tokens computed.
+        """Start the pass and sample from it. Returns the new step, None if no sequence has all its tokens computed, and
+        the outputs of the step `before`, None where that was not read.
 
-        A grammar's mask needs the tokens of the step before, which the pass does not: where a sequence follows one,
-        they are read while the device runs the pass. Returns their outputs too, None where nothing was read.
+        Where a sequence follows a grammar, the step before is read while the device runs the pass: the pass needs only
+        its placeholders, but the grammar's mask needs its tokens.
         """
         num_logits = [self._num_logits(row) for row in rows]
-        row_of = {} if before is None else before.row_of
         ready = [row for row in rows if row.samples]
         forced = self._forced(ready)
-        steps: list[list[StepRow]] = [[] for _ in self._requests.schedulers]
-        for row, count in zip(rows, num_logits, strict=True):
-            steps[row.seq.dp_rank] += step_rows(row, count, row_of.get(row.seq, -1))
-        prev_sampled = None if before is None else before.prev_sampled
-        run = self._executor.run if self._step_log is None else self._step_log.run
         greedy = self._chosen_by_ranks(ready, sum(num_logits))
-        mask = None
-        collects = before is not None and any(
+        reads_before = before is not None and any(
             row.seq.sampling.constraint is not None and row.seq.unread for row in ready
         )
-        if not collects:
-            mask = self._start_mask(ready)
-        num_sampled = sum(1 + len(row.drafts) for row in ready)
-        sequences: list[tuple[SampledSequence, ...]] = [() for _ in steps]
-        passes, model = 0, self._draft_model
-        if model is not None:
-            verified_tokens = model.tokens
-            model.choose(wanted_drafts(ready, model.unstored))
-            passes, accepts = model.passes, iter(forced)
-            for dp_rank in range(len(steps)):
-                own = [row for row in rows if row.seq.dp_rank == dp_rank]
-                sequences[dp_rank] = tuple(sampled_sequences(own, accepts))
-        shared = num_sampled if self._async or model is not None else 0
-        plan = self._step_plan(steps, sequences)
-        plan = replace(plan, sampled=shared, greedy=greedy, passes=passes)
-        out = run(plan, prev_sampled)
+        mask = None if reads_before else self._start_mask(ready)
+        # Those that this step verifies, before the draft model is asked for the next ones.
+        drafts = None if self._draft_model is None else self._draft_model.tokens
+        sequences = self._choose_drafts(rows, ready, forced)
+        plan = self._step_plan(rows, num_logits, {} if before is None else before.row_of, sequences)
+        plan = replace(plan, greedy=greedy)
+        if self._draft_model is not None:
+            plan = replace(plan, passes=self._draft_model.passes)
+        if self._async or self._draft_model is not None:
+            plan = replace(plan, sampled=sum(1 + len(row.drafts) for row in ready))
+        run = self._executor.run if self._step_log is None else self._step_log.run
+        out = run(plan, None if before is None else before.prev_sampled)
         last_logits = None if greedy else self._last_logits(rows, num_logits, out, len(ready))
         for row in rows:
             self._requests.start(row.seq)
@@ -160,34 +150,62 @@ class StepLoop:
         if greedy:
             launched: InFlightStep | None = start_copy(ready, self._batch(sampling_rows(ready)), Sampled(out, None))
         else:
-            if collects:
+            if reads_before:
                 assert before is not None
                 outputs = self._collect(before)
                 mask = self._start_mask(ready)
             launched = self._sample(ready, last_logits, out, mask, before)
         if launched is not None:
-            launched = replace(launched, forced=forced, rows=decode_rows(rows))
-        if model is not None:
-            model.start_passes()
-            none = torch.empty(0, dtype=torch.int64, device=self._device)
-            sampled = none if launched is None else launched.prev_sampled
-            drafted = self._executor.run_drafts(sampled, shared=greedy or self._async)
-            model.place(drafted.next_tokens)
-            if launched is not None:
-                launched = replace(launched, accepted=drafted.accepted, draft_tokens=verified_tokens)
+            launched = replace(launched, forced=forced, rows=decode_rows(rows), draft_tokens=drafts)
+        if self._draft_model is not None:
+            launched = self._run_drafts(launched, shared=greedy or self._async)
         return launched, outputs
 
+    def _choose_drafts(
+        self, rows: abc.Sequence[Row], ready: abc.Sequence[Row], forced: abc.Sequence[int | None]
+    ) -> list[tuple[SampledSequence, ...]]:
+        """With a draft model, decide how many drafts it makes behind the step. Returns the sequences that each
+        data-parallel rank samples from; none of them without a draft model."""
+        dp_ranks = range(len(self._requests.schedulers))
+        model = self._draft_model
+        if model is None:
+            return [() for _ in dp_ranks]
+        model.choose(wanted_drafts(ready, model.unstored))
+        accepts = iter(forced)
+        of_ranks = ([row for row in rows if row.seq.dp_rank == dp_rank] for dp_rank in dp_ranks)
+        return [tuple(sampled_sequences(own, accepts)) for own in of_ranks]
+
+    def _run_drafts(self, launched: InFlightStep | None, *, shared: bool) -> InFlightStep | None:
+        """Run the draft model behind a step, which is None if nothing was sampled. `shared`: every rank has the sampled
+        tokens. Returns the step with the number of its accepted drafts, on the device."""
+        model = self._draft_model
+        assert model is not None
+        model.start_passes()
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        drafted = self._executor.run_drafts(none if launched is None else launched.prev_sampled, shared=shared)
+        model.place(drafted.next_tokens)
+        return None if launched is None else replace(launched, accepted=drafted.accepted)
+
     def _step_plan(
-        self, rows: abc.Sequence[abc.Sequence[StepRow]], sequences: abc.Sequence[tuple[SampledSequence, ...]]
+        self,
+        rows: abc.Sequence[Row],
+        num_logits: abc.Sequence[int],
+        row_of: abc.Mapping[Sequence, int],
+        sequences: abc.Sequence[tuple[SampledSequence, ...]],
     ) -> StepPlan:
-        """The plan of what each data-parallel rank runs. `sequences`: with a draft model, those of each."""
-        copies: list[list[tuple[int, int, int]]] = [[] for _ in rows]
-        for dp_rank, *copy in self._copies:
-            copies[dp_rank].append((copy[0], copy[1], copy[2]))
+        """What each data-parallel rank runs. `num_logits`: per row, its trailing tokens whose logits are computed.
+        `row_of`: as in `InFlightStep`, of the step before, where its tokens are yet to be read. `sequences`: of each
+        rank, as from `_choose_drafts`."""
+        of_ranks: list[list[StepRow]] = [[] for _ in sequences]
+        for row, count in zip(rows, num_logits, strict=True):
+            of_ranks[row.seq.dp_rank] += step_rows(row, count, row_of.get(row.seq, -1))
+        copies: list[list[tuple[int, int, int]]] = [[] for _ in sequences]
+        for dp_rank, group, source, target in self._copies:
+            copies[dp_rank].append((group, source, target))
         self._copies.clear()
         parts = [
             StepPlan(tuple(own), tuple(copied), sequences=of_rank)
-            for own, copied, of_rank in zip(rows, copies, sequences, strict=True)
+            for own, copied, of_rank in zip(of_ranks, copies, sequences, strict=True)
         ]
         return parts[0] if len(parts) == 1 else StepPlan.of_ranks(parts)
 
