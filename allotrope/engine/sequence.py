@@ -15,9 +15,9 @@ PLACEHOLDER = -1
 
 @dataclass(frozen=True)
 class TentativeCheckpoint:
-    """Copies of a sequence's states, from which its state at length `position` is had by replaying `replay` drafts.
+    """Copies of a sequence's states. Replaying `replay` drafts on them gives the state at length `position`.
 
-    `copies`: per group with states, its index and the slot.
+    `copies`: for each cache group with states, its index and the slot of the copy.
     """
 
     position: int
@@ -29,20 +29,25 @@ class TentativeCheckpoint:
 class Sequence:
     """Sequence `index` of a request, on data-parallel rank `dp_rank`.
 
-    `sampling`: its parameters and output, as sampling sees them. `ids`: prompt and output so far. `prompt_len`:
-    tokens of the prompt. `computed`: tokens whose rows and state are stored. `pages`: per group, the page of each
-    run of tokens, -1 once out of the window. `slots`: per group, the state slot (0: none). `num_cached_blocks`: per
-    group, pages that the prefix cache has seen. `checkpoint_positions`: lengths at which a state checkpoint is to
-    be kept. `decode_checkpoint`: key of the last one within its output. `parent`: the sequence with the same prompt
-    that goes first. `max_output_len`: output tokens after which it ends. `reserved`: its tokens that have pages.
-    `due`: length from which `KVCacheManager.commit` has something to cache, to keep or to free. `drafts`: proposed
-    tokens behind the last one, which the next step verifies. `draft_indices`: their places in
-    `DraftedTokens.next_tokens`, for drafts that are placeholders. `replay`: accepted drafts that a recurrent state
-    lacks until its next step, which has one token then. `unread_drafts`: drafts that a step is verifying: so many
-    tokens more may be stored and known to the device. `tentative`: a state checkpoint that is of use if enough of
-    these are accepted. `wants_prompt_logprobs`: whether every prompt position needs logits, which a cached prefix
-    would leave out. `reads_output`: whether sampling its next token reads the tokens before it, rather than only
-    their number.
+    Tokens: `ids`: prompt and output so far, placeholders among them. `prompt_len`: tokens of the prompt.
+    `max_output_len`: output tokens after which it ends. `computed`: tokens whose cache entries and states are stored.
+    `parent`: the sequence of the same request that computes their prompt first.
+
+    Sampling: `sampling`: its parameters and output, as the sampler sees them. `reads_output`: whether sampling its next
+    token reads the values of the tokens before it. `wants_prompt_logprobs`: whether every prompt position needs logits;
+    such a prompt takes nothing from the prefix cache.
+
+    Caches, where each list has an item for each cache group: `pages`: its page table, -1 for out-of-window pages.
+    `slots`: its state slot, 0 for none. `num_cached_blocks`: leading pages that were offered to the prefix cache.
+    `reserved`: tokens that have pages. `due`: the length from which `KVCacheManager.commit` has something to cache, to
+    keep or to free. `checkpoint_positions`: prompt lengths at which a state checkpoint will be kept.
+    `decode_checkpoint`: key of the last state checkpoint within the output. `cached_tokens`, `cache_lost`: prompt
+    tokens that the prefix cache had, and those that it could not give, by the reason.
+
+    Drafts: `drafts`: proposed tokens behind the last one, which the next step verifies. `draft_indices`: for drafts
+    that are placeholders, their indices in `DraftedTokens.next_tokens`. `unread_drafts`: drafts that an in-flight step
+    verifies; the device may already have accepted as many tokens. `replay`: accepted drafts that a recurrent state
+    lacks, which its next step replays. `tentative`: a state checkpoint that is kept if enough drafts are accepted.
     """
 
     request: Request
@@ -88,10 +93,9 @@ class Sequence:
         self.sampling.output_ids.append(PLACEHOLDER)
 
     def fill_placeholder(self, tokens: abc.Sequence[int]) -> int:
-        """Put `tokens` in the place of the first placeholder, none of them if they are none. Returns its index in the
-        output."""
+        """Replace the first placeholder by `tokens`; without any it stays. Returns its index in the output."""
         output_ids = self.sampling.output_ids
-        # Two steps may be under way.
+        # At most two steps are in flight.
         index = output_ids.index(PLACEHOLDER, max(0, len(output_ids) - 2))
         if tokens:
             self.ids[self.prompt_len + index : self.prompt_len + index + 1] = tokens
@@ -99,7 +103,7 @@ class Sequence:
         return index
 
     def truncate(self, length: int) -> None:
-        """Drop output tokens beyond `length`, which were computed behind the last one."""
+        """Drop output tokens beyond `length`: those of a step that was launched before the last token was known."""
         del self.ids[self.prompt_len + length :]
         del self.sampling.output_ids[length:]
 
