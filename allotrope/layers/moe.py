@@ -1,6 +1,6 @@
-"""Mixture of experts: y = sum over the chosen experts e of w_e * expert_e(x), and perhaps a shared expert.
+"""Mixture of experts: y = sum over the chosen experts e of w_e * expert_e(x), plus the shared expert, if there is one.
 
-Owns the work of experts. Tokens are grouped by expert: each expert that was chosen multiplies all of its
+Owns the products of experts. Tokens are grouped by expert: each expert that was chosen multiplies all of its
 tokens at once, and a token's sum does not depend on the tokens beside it.
 """
 
@@ -33,15 +33,18 @@ from allotrope.ops.moe_combine import MOE_COMBINE, CombineSpec, add_shared
 from allotrope.ops.moe_experts import MOE_EXPERTS, MoeExpertsBackend, MoeExpertsSpec
 from allotrope.ops.moe_group import MOE_GROUP, GroupSpec, TokenGroups
 
-Added = tuple[torch.Tensor | None, torch.Tensor | None]
-"""What every token gets beside its experts', [T, hidden], and a gate [T, 1] whose sigmoid that is multiplied by."""
+SharedOutput = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The output of the shared expert [T, hidden], and the gate [T, 1] whose sigmoid it is multiplied by; None: there is
+none."""
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer. Ranks share the width of every expert, or each holds some experts whole.
+    """The routed experts of a layer. Tensor parallel: ranks share the width of every expert. Expert parallel: each rank
+    holds whole experts.
 
-    `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. With `bias`, of both. Plain
-    ones are parameters until loading has finished; then both are packed for their backends.
+    `gate_up`: [E, 2 * width, hidden], sections "gate" and "up". `down`: [E, hidden, width]. `bias`: both products have
+    one. Plain weights are parameters until loading has finished; then they are packed for their backends. `slots`: see
+    `ExpertPlacement.slots`. `load`: [experts] tokens of each expert so far, where they are counted.
     """
 
     gate_up: torch.Tensor | Weight
@@ -57,13 +60,13 @@ class Experts(nn.Module):
         held = None if holders is None else holders.held[rank]
         self.rank = rank
         if holders is not None:
-            # What a rank has of an expert is what one rank has.
+            # Each expert is whole.
             build = dataclasses.replace(build, parallel=Parallel())
             self.register_buffer("slots", holders.slots(rank).to(build.device), persistent=False)
         self.count, self.gating = count if held is None else len(held), gating
         counts = torch.zeros(count, dtype=torch.int64, device=build.device) if build.counts_experts else None
         self.register_buffer("load", counts, persistent=False)
-        # Of the layer, where they are on several ranks.
+        # With expert parallel, the number of all experts of the layer; else None.
         self.experts_of_layer = None if held is None else count
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
         kind = build.dtype
@@ -92,12 +95,12 @@ class Experts(nn.Module):
             whole = Placement((Section("", hidden),), experts=count, held=held)
             self.gate_up_bias = build.parameter((self.count, 2 * local), inner)
             self.down_bias = build.parameter((self.count, hidden), whole)
-        # Plain weights on a CPU have a way of their own; small ones another for a few rows, as they are stored.
+        # On a CPU, plain weights have kernels of their own, and small ones are kept unpacked as well, for few rows.
         self.plain_on_cpu = PLAIN in formats and build.chooser.chip.vendor == "cpu"
         self.reads_stored = self.plain_on_cpu and held is None and all(small_reasons(spec) for spec in specs)
         self.stored: tuple[torch.Tensor, ...] = ()
         chooser = build.chooser
-        # Behind the experts of the rank, one that stands for all others.
+        # With expert parallel, one group more: choices of experts that other ranks hold.
         self._groups = self.count + (held is not None)
         self._group = chooser.choose(MOE_GROUP, GroupSpec(self._groups)).run
         self._combine = chooser.choose(MOE_COMBINE, CombineSpec(hidden, kind)).run
@@ -106,7 +109,7 @@ class Experts(nn.Module):
             self._whole_experts = chooser.choose(MOE_EXPERTS, MoeExpertsSpec(hidden, local, kind))
 
     def copied_bytes(self) -> int:
-        """Bytes that loading adds: small plain experts are there in two orders on a CPU."""
+        """Bytes that loading adds: on a CPU, small plain weights are kept both packed and unpacked."""
         if not self.reads_stored:
             return 0
         weights = zip(self.matmuls, (self.gate_up, self.down), strict=True)
@@ -125,77 +128,93 @@ class Experts(nn.Module):
         x: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
-        added: Callable[[], Added] = lambda: (None, None),
+        shared: Callable[[], SharedOutput] = lambda: (None, None),
     ) -> torch.Tensor:
-        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `added`, this rank's part, is asked for last. Returns
-        [T, hidden], this rank's part of the sum over the ranks.
+        """`x`: [T, hidden]. `weights` fp32, `experts`: [T, k]. `shared`: returns this rank's part of the shared
+        expert's output, and is called last. Returns [T, hidden], this rank's part of the sum over the ranks.
         """
         held = None
         if self.experts_of_layer is not None:
             experts, held = self._slots_of(experts), self.count
-        # Of an expert that ranks share, once and not on every rank.
+        # Where ranks share the width of an expert, one of them adds its bias.
         down_bias = self.down_bias if self.rank == 0 or held is not None else None
-        y = self._few(x, weights, experts, down_bias)
+        y = self._run_ungrouped(x, weights, experts, down_bias)
         if y is not None:
-            return add_shared(y, *added())
+            return add_shared(y, *shared())
         groups = self.grouped(experts)
-        results = self._results(x, groups)
-        sums = (results, weights, groups.inverse, experts, x.dtype, down_bias, *added())
+        results = self._run_grouped(x, groups)
+        sums = (results, weights, groups.inverse, experts, x.dtype, down_bias, *shared())
         part: torch.Tensor = self._combine(*sums, held)
         return part
 
     def record_load(self, experts: torch.Tensor, ctx: LayerStep) -> None:
-        """Count the tokens of each expert, where that is asked for. `experts`: [T, k]. Padding rows do not count."""
+        """Add the tokens of each expert to `load`, if there is one, without padding rows. `experts`: [T, k]."""
         if self.load is not None:
             counted = ctx.step.counted[:, None].expand_as(experts)
             self.load.scatter_add_(0, experts.flatten(), counted.flatten())
 
     def _slots_of(self, experts: torch.Tensor) -> torch.Tensor:
-        """`experts`: [T, k] of the layer. Returns the rank's own, their number for those that other ranks serve."""
+        """`experts`: [T, k] of the layer. Returns the rank's own number of each, and `count` for one that another rank
+        serves."""
         slots: torch.Tensor = self.slots
         if len(slots) == 1:
             return slots[0][experts]
+        # Tokens take the copies of redundant experts in turn.
         turns = torch.arange(len(experts), device=experts.device) % len(slots)
         return slots[turns[:, None], experts]
 
     def grouped(self, experts: torch.Tensor) -> TokenGroups:
-        """`experts`: [T, k]. The pairs of token and choice, sorted by expert; those of no expert here come last."""
+        """`experts`: [T, k]. The pairs of token and choice sorted by expert. Those of other ranks' experts come last,
+        behind the last offset."""
         groups: TokenGroups = self._group(experts, self._groups)
         if self.experts_of_layer is None:
             return groups
-        ends, source, expert_ids = groups.expert_offsets[:-1], groups.sorted_token_ids, groups.expert_ids
-        if ends.device.type == "cpu":
-            # A GPU would have to be asked, and leaves the rows behind the last expert's out by itself.
-            rows = int(ends[-1])
-            source, expert_ids = source[:rows], expert_ids[:rows]
-        return groups._replace(expert_offsets=ends, sorted_token_ids=source, expert_ids=expert_ids)
+        groups = groups._replace(expert_offsets=groups.expert_offsets[:-1])
+        if experts.device.type == "cpu":
+            # On a GPU this would wait for the device, and kernels skip the rows behind the last offset by themselves.
+            rows = int(groups.expert_offsets[-1])
+            groups = groups._replace(
+                sorted_token_ids=groups.sorted_token_ids[:rows], expert_ids=groups.expert_ids[:rows]
+            )
+        return groups
 
-    def _results(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
-        """What the chosen experts make: rows in the order of experts."""
+    def _run_grouped(self, x: torch.Tensor, groups: TokenGroups) -> torch.Tensor:
+        """The experts' outputs [pairs, hidden], in the order of `groups`."""
         gate_up, down = self.matmuls
-        ends, source = groups.expert_offsets, groups.sorted_token_ids
+        offsets, token_ids = groups.expert_offsets, groups.sorted_token_ids
         results: torch.Tensor
         if self.plain_on_cpu:
-            inner = gate_up.run(x, self.gate_up, ends, source, self.gate_up_bias, expert_ids=groups.expert_ids)
-            results = down.run(self._activate(inner, self.gating), self.down, ends)
+            inner = gate_up.run(x, self.gate_up, offsets, token_ids, self.gate_up_bias, expert_ids=groups.expert_ids)
+            results = down.run(self._activate(inner, self.gating), self.down, offsets)
         else:
             tables: TileTables = {}
-            results = down.run(self.first(x, ends, source, tables), self.down, ends, tile_tables=tables)
+            inner = self.run_gate_up(x, offsets, token_ids, tables)
+            results = down.run(inner, self.down, offsets, tile_tables=tables)
         return results
 
-    def first(
-        self, x: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, tables: TileTables | None = None
+    def run_gate_up(
+        self,
+        x: torch.Tensor,
+        expert_offsets: torch.Tensor,
+        sorted_token_ids: torch.Tensor,
+        tile_tables: TileTables | None = None,
     ) -> torch.Tensor:
-        """What the chosen experts hold between their two products: rows in the order of experts."""
+        """The first product with its gated activation: [pairs, width], in the order of experts."""
         inner: torch.Tensor = self.matmuls[0].run(
-            x, self.gate_up, ends, source, self.gate_up_bias, self.gating, tile_tables=tables
+            x,
+            self.gate_up,
+            expert_offsets,
+            sorted_token_ids,
+            self.gate_up_bias,
+            self.gating,
+            tile_tables=tile_tables,
         )
         return inner
 
-    def _few(
+    def _run_ungrouped(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, down_bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The sum over each token's experts where they are too few to be sorted; None where they are not."""
+        """The weighted sum over each token's experts, where they are too few to be worth grouping; else None."""
         backend = self._whole_experts
         if backend is None or not self.stored or experts.numel() > backend.max_pairs:
             return None
@@ -235,13 +254,13 @@ class Moe(nn.Module):
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
-        added: Callable[[], Added] = functools.partial(self._added, x, ctx)
+        shared: Callable[[], SharedOutput] = functools.partial(self._run_shared, x, ctx)
         if self.shared is not None:
-            added = overlap(added, x)
+            shared = overlap(shared, x)
         weights, experts = self.router(x, ctx.step.ids if self.router.table is None else ctx.step.all_ids)
         self.experts.record_load(experts, ctx)
-        return self.experts(x, weights, experts, added)
+        return self.experts(x, weights, experts, shared)
 
-    def _added(self, x: torch.Tensor, ctx: LayerStep) -> Added:
+    def _run_shared(self, x: torch.Tensor, ctx: LayerStep) -> SharedOutput:
         shared = self.shared(x, ctx) if self.shared is not None else None
         return shared, self.shared_gate(x) if self.shared_gate is not None else None

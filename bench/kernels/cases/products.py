@@ -183,7 +183,7 @@ def _experts(rows: int, shape: ExpertShape, tiny: bool = False) -> KernelCase:
         x, mix, chosen, weights = found
         format = shape.format or PLAIN
         groups = timed.func.grouped(chosen)
-        inner = timed.func.first(x, groups.expert_offsets, groups.sorted_token_ids)
+        inner = timed.func.run_gate_up(x, groups.expert_offsets, groups.sorted_token_ids)
         want_inner, y = torch.empty_like(inner, dtype=torch.float32), torch.zeros(rows, hidden, device=x.device)
         seen, owner = format.activations(x), chosen.flatten()
         for expert in owner.unique().tolist():
