@@ -60,6 +60,28 @@ class Checkpoint(Protocol):
         ...
 
 
+class CheckpointView:
+    """A `Checkpoint` that stands for `inner`. Subclasses change which tensors it has, or how they are read."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.inner = inner
+        self.source, self.config = inner.source, inner.config
+        self.generation_config, self.tokenizer_path = inner.generation_config, inner.tokenizer_path
+        self.has_weights = inner.has_weights
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """As `Checkpoint.headers`."""
+        return self.inner.headers()
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self.inner.read(name)
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.blocks`."""
+        return self.inner.blocks(name)
+
+
 def open_checkpoint(
     model: str, *, revision: str | None = None, load_format: LoadFormat = "auto", hf_overrides: str | None = None
 ) -> Checkpoint:

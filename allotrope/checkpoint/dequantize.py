@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
+from allotrope.checkpoint.checkpoint import Checkpoint, CheckpointView, TensorHeader
 from allotrope.checkpoint.weight_formats import ONLINE, WeightFormats, weight_formats
 from allotrope.errors import ModelError
 from allotrope.ops.matmul.fp8 import Fp8
@@ -58,24 +58,17 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     return Fp8Checkpoint(checkpoint, formats)
 
 
-class QuantizedView(ABC):
+class QuantizedView(CheckpointView, ABC):
     """A checkpoint that hands out some tensors changed: `made` maps their names to their headers."""
 
     def __init__(self, inner: Checkpoint) -> None:
-        self.inner = inner
-        self.source, self.config = inner.source, inner.config
-        self.generation_config, self.tokenizer_path = inner.generation_config, inner.tokenizer_path
-        self.has_weights = inner.has_weights
+        super().__init__(inner)
         self.kept = inner.headers()
         self.made: dict[str, TensorHeader] = {}
 
     def headers(self) -> dict[str, TensorHeader]:
         """As `Checkpoint.headers`."""
         return self.kept | self.made
-
-    def blocks(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.blocks`."""
-        return self.inner.blocks(name)
 
     @abstractmethod
     def format(self, name: str) -> Format | None:
@@ -93,10 +86,6 @@ class BlockCheckpoint(QuantizedView):
         super().__init__(inner)
         self.made = {name: header for name, header in self.kept.items() if header.format is not None}
 
-    def read(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.read`."""
-        return self.inner.read(name)
-
     def format(self, name: str) -> Format | None:
         """As `QuantizedView.format`."""
         return self.made[name].format if name in self.made else None
@@ -113,10 +102,6 @@ class PlainCheckpoint(QuantizedView):
     def __init__(self, inner: Checkpoint, formats: WeightFormats) -> None:
         super().__init__(inner)
         self.formats = formats
-
-    def read(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.read`."""
-        return self.inner.read(name)
 
     def format(self, name: str) -> Format | None:
         """As `QuantizedView.format`: of matrices whose inputs are whole groups, and of experts in one tensor."""

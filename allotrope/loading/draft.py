@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from allotrope.architectures.registry import Architecture
-from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
+from allotrope.checkpoint.checkpoint import Checkpoint, CheckpointView, TensorHeader
 from allotrope.errors import ModelError
 from allotrope.layers.build import Build
 from allotrope.layers.decoder import Decoder
@@ -20,27 +20,16 @@ from allotrope.layers.draft_spec import DraftSpec
 from allotrope.loading.decoder import fill_draft, quantized_draft_build
 
 
-class DraftTensors:
+class DraftTensors(CheckpointView):
     """A checkpoint with the tensors of its draft head alone: those whose names begin with `prefix`."""
 
     def __init__(self, inner: Checkpoint, prefix: str) -> None:
-        self.inner = inner
-        self.source, self.config = inner.source, inner.config
-        self.generation_config, self.tokenizer_path = inner.generation_config, inner.tokenizer_path
-        self.has_weights = inner.has_weights
+        super().__init__(inner)
         self._kept = {name: header for name, header in inner.headers().items() if name.startswith(prefix)}
 
     def headers(self) -> dict[str, TensorHeader]:
         """As `Checkpoint.headers`."""
         return self._kept
-
-    def read(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.read`."""
-        return self.inner.read(name)
-
-    def blocks(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.blocks`."""
-        return self.inner.blocks(name)
 
 
 def draft_tensors(checkpoint: Checkpoint, draft: DraftSpec) -> DraftTensors:

@@ -17,7 +17,7 @@ from torch import nn
 from allotrope.attention.cache_layout import CacheLayout, StateSlots
 from allotrope.attention.family import Spec
 from allotrope.attention.registry import FAMILIES
-from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
+from allotrope.checkpoint.checkpoint import Checkpoint, CheckpointView, TensorHeader
 from allotrope.errors import ConfigError, ModelError
 from allotrope.layers.build import Build
 from allotrope.layers.mixers.mixer import attention_of
@@ -29,17 +29,14 @@ _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
 _DRAFT = re.compile(r"(?:.*\.)?mtp\..*")
 
 
-class WithoutKvScales:
+class WithoutKvScales(CheckpointView):
     """A checkpoint whose scales of cached rows are taken out: its other tensors are those of any release.
 
     `scales`: layer -> "k", "v" or "kv" -> name of the tensor. `of_draft`: of the layers of a draft model.
     """
 
     def __init__(self, inner: Checkpoint, *, of_draft: bool = False) -> None:
-        self.inner = inner
-        self.source, self.config = inner.source, inner.config
-        self.generation_config, self.tokenizer_path = inner.generation_config, inner.tokenizer_path
-        self.has_weights = inner.has_weights
+        super().__init__(inner)
         self.scales: dict[int, dict[str, str]] = {}
         self._kept: dict[str, TensorHeader] = {}
         for name, header in inner.headers().items():
@@ -52,14 +49,6 @@ class WithoutKvScales:
     def headers(self) -> dict[str, TensorHeader]:
         """As `Checkpoint.headers`."""
         return self._kept
-
-    def read(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.read`."""
-        return self.inner.read(name)
-
-    def blocks(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.blocks`."""
-        return self.inner.blocks(name)
 
     def scale(self, layer: int, *kinds: str) -> float | None:
         """The first of `kinds` that the layer has. Raises ModelError where it is no number to divide by."""

@@ -6,17 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-from allotrope.checkpoint.checkpoint import Checkpoint, TensorHeader
+from allotrope.checkpoint.checkpoint import Checkpoint, CheckpointView, TensorHeader
 from allotrope.errors import ModelError
 
 
-class StreamedWeights:
+class StreamedWeights(CheckpointView):
     """The weights that a host hands over one by one. CPU tensors of safetensors files stay mapped: they take no
     memory."""
 
     def __init__(self, checkpoint: Checkpoint, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.source, self.config = checkpoint.source, checkpoint.config
-        self.generation_config, self.tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
+        super().__init__(checkpoint)
         self.has_weights = True
         self._weights = dict(weights)
 
