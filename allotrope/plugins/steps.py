@@ -1,4 +1,4 @@
-"""From a host's words to ours: its requests and tokens as our batch, its page table as our index."""
+"""A host's step as ours: its requests and tokens as our batch, its block table and slot mapping as our page index."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from allotrope.attention.batch import BatchLayout, BatchTensors, PageIndex, on_d
 
 
 class HostBatch(Protocol):
-    """What is read of a host's step. `query_start_loc`: [B + 1]. `seq_lens`: [B], tokens after the step.
+    """What we read of a host's step; vLLM's `CommonAttentionMetadata` has these fields. `query_start_loc`: [B + 1].
+    `seq_lens`: [B] tokens after the step.
 
-    `..._cpu`: the same on the host; the upper bound is exact without speculation.
+    `..._cpu`: the same in host memory; the upper bound is exact without speculation.
     """
 
     num_reqs: int
@@ -39,7 +40,7 @@ class Order:
     tokens: slice | torch.Tensor
 
     def restored(self, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
-        """`hidden` [T, hidden] of our batch, as the host has its `tokens`: 0 for padding."""
+        """`hidden` [T, hidden] of our batch, in the host's order of `tokens` tokens; 0 for padding."""
         if isinstance(self.tokens, slice) and len(hidden) == tokens:
             return hidden
         out = hidden.new_zeros(tokens, hidden.shape[1])
@@ -48,84 +49,85 @@ class Order:
 
 
 def arrange(
-    common: HostBatch, device: torch.device, numbers: torch.Tensor | None = None, max_drafts: int = 0
+    common: HostBatch, device: torch.device, arange: torch.Tensor | None = None, max_drafts: int = 0
 ) -> tuple[BatchLayout, Order]:
-    """The step's batch.
+    """The step as our batch.
 
-    `numbers`: 0, 1, 2 and so on, which outlive the step; with them decodes are taken from the host's tensors, so that
-    the step can be captured, where it has no other requests; the host's integers are then bounds. `max_drafts`: most
-    draft tokens that the host verifies of a request. Requests with so few new tokens are taken apart: each token is a
-    request with the same pages and one visible token more than the one before, and is computed as plain decoding would.
-    That is right for the end of a prompt as well, but prompts are computed as without drafts where the host says which
-    they are.
+    `arange`: 0, 1, 2 and so on, in memory that outlives the step. With it, a step of decodes alone is made of the
+    host's own tensors, so that a graph can capture it; the host's integers are then upper bounds. `max_drafts`: most
+    draft tokens of a request that the host verifies.
+
+    With drafts, a request with up to 1 + `max_drafts` new tokens becomes one request for each of them. These share its
+    pages, and each sees one token more than the one before, as in plain decoding. This is right for the end of a prompt
+    as well; where the host says which requests are prompts, these stay whole, as they are without drafts.
     """
-    if numbers is not None and common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
-        return _static(common, device, numbers)
+    if arange is not None and common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
+        return _static(common, device, arange)
     starts = common.query_start_loc_cpu.tolist()
-    # The host's lengths count drafts that are rejected, where it does not wait for the step before.
-    known = common.seq_lens_cpu_upper_bound if max_drafts == 0 else None
-    seen = (common.seq_lens if known is None else known).tolist()
-    told = getattr(common, "is_prefilling", None) if max_drafts else None
-    apart = (
-        [1 + max_drafts] * (len(starts) - 1)
-        if told is None
-        else [1 if prefills else 1 + max_drafts for prefills in told.tolist()]
-    )
-    parts = [
-        part for b, (start, end) in enumerate(itertools.pairwise(starts)) for part in _parts(b, start, end, apart[b])
+    # Without waiting for the step before, the host's own lengths count drafts that are rejected.
+    on_host = common.seq_lens_cpu_upper_bound if max_drafts == 0 else None
+    host_lens = (common.seq_lens if on_host is None else on_host).tolist()
+    is_prefilling = getattr(common, "is_prefilling", None) if max_drafts else None
+    max_split = [1 + max_drafts] * (len(starts) - 1)
+    if is_prefilling is not None:
+        max_split = [1 if prefills else 1 + max_drafts for prefills in is_prefilling.tolist()]
+    requests = [
+        request
+        for host, (start, end) in enumerate(itertools.pairwise(starts))
+        for request in _split(host, start, end, max_split[host])
     ]
-    parts.sort(key=lambda part: part.end - part.start != 1)
-    seq_lens = tuple(seen[part.request] - (starts[part.request + 1] - part.end) for part in parts)
-    batch = BatchLayout(tuple(part.end - part.start for part in parts), seq_lens, device)
-    return batch, _order(parts, device)
+    requests.sort(key=lambda request: request.end - request.start != 1)
+    seq_lens = tuple(host_lens[request.host] - (starts[request.host + 1] - request.end) for request in requests)
+    batch = BatchLayout(tuple(request.end - request.start for request in requests), seq_lens, device)
+    return batch, _order(requests, device)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Tokens `start` to `end` of the host's step: one request of ours, which belongs to `request` of the host's."""
+class _Request:
+    """A request of our batch: tokens `start` to `end` of the host's step, which are of its request `host`."""
 
-    request: int
+    host: int
     start: int
     end: int
 
 
-def _parts(request: int, start: int, end: int, max_tokens: int) -> list[_Part]:
-    """One part for each token of up to `max_tokens`, else one of all."""
+def _split(host: int, start: int, end: int, max_split: int) -> list[_Request]:
+    """One request for each token where there are at most `max_split`, else one for all."""
     if start == end:
         return []
-    if end - start > max_tokens:
-        return [_Part(request, start, end)]
-    return [_Part(request, token, token + 1) for token in range(start, end)]
+    if end - start > max_split:
+        return [_Request(host, start, end)]
+    return [_Request(host, token, token + 1) for token in range(start, end)]
 
 
-def _order(parts: list[_Part], device: torch.device) -> Order:
+def _order(requests: list[_Request], device: torch.device) -> Order:
     """Slices, which copy nothing, where requests and tokens are in the host's order."""
-    requests = [part.request for part in parts]
-    starts = [0, *itertools.accumulate(part.end - part.start for part in parts)]
-    tokens = slice(0, starts[-1])
-    in_order = requests == list(range(len(parts)))
-    here = slice(0, len(parts)) if in_order else on_device(requests, torch.int64, device)
-    if [part.start for part in parts] == starts[:-1]:
-        return Order(here, tokens)
-    runs = [np.arange(part.start, part.end) for part in parts]
-    return Order(here, on_device(np.concatenate(runs), torch.int64, device))
+    of_host = [request.host for request in requests]
+    starts = [0, *itertools.accumulate(request.end - request.start for request in requests)]
+    in_order = of_host == list(range(len(requests)))
+    request_index = slice(0, len(requests)) if in_order else on_device(of_host, torch.int64, device)
+    if [request.start for request in requests] == starts[:-1]:
+        return Order(request_index, slice(0, starts[-1]))
+    tokens = [np.arange(request.start, request.end) for request in requests]
+    return Order(request_index, on_device(np.concatenate(tokens), torch.int64, device))
 
 
-def _static(common: HostBatch, device: torch.device, numbers: torch.Tensor) -> tuple[BatchLayout, Order]:
+def _static(common: HostBatch, device: torch.device, arange: torch.Tensor) -> tuple[BatchLayout, Order]:
+    """A step of decodes alone, whose tensors are the host's."""
     count = common.num_reqs
     positions = torch.empty(count, dtype=torch.int64, device=device)
     torch.sub(common.seq_lens, 1, out=positions).clamp_(min=0)
-    requests = numbers[:count] if count <= len(numbers) else torch.arange(count, device=device)
-    given = BatchTensors(common.seq_lens, common.query_start_loc, positions, requests)
-    batch = BatchLayout((1,) * count, (common.max_seq_len,) * count, device, given)
+    requests = arange[:count] if count <= len(arange) else torch.arange(count, device=device)
+    tensors = BatchTensors(common.seq_lens, common.query_start_loc, positions, requests)
+    batch = BatchLayout((1,) * count, (common.max_seq_len,) * count, device, tensors)
     return batch, Order(slice(0, count), slice(0, count))
 
 
 def rows_index(batch: BatchLayout, order: Order, table: torch.Tensor, slots: torch.Tensor, page_size: int) -> PageIndex:
     """A host's block table and slot mapping as a page index.
 
-    Block 0 belongs to nobody and is never written, in the hosts as in our pools; here it stands for "none". A step that
-    can be captured gets the host's tensors themselves: backends for such steps read them, and no operation is spent.
+    Block 0 is the null block, which hosts use for "no block"; ours is -1. A step that a graph can capture gets the
+    host's tensors as they are, which `PageIndex` allows there: no kernel is launched to change them.
     """
     width = -(-max(batch.seq_lens) // page_size)
     pages, rows = table[order.requests, :width], slots[order.tokens].long()

@@ -63,7 +63,9 @@ def calls() -> Iterator[Call]:
         layer = HostedLayer("layers.0", case.spec, backend, caches)
         plan = backend.plan(case.spec, batch, index)
         step = HostedStep(None, None, {layer.name: plan})
-        context = ForwardContext({one.cache.name: one.cache for one in caches.values()}, {layer.home.name: step}, {})
+        context = ForwardContext(
+            {one.cache.name: one.cache for one in caches.values()}, {layer.first_cache.name: step}, {}
+        )
         inputs = case.inputs(0)
         named = {key: value[:8] for key, value in inputs.tokens.items()} | inputs.layer
         with override_forward_context(context):

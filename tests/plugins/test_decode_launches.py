@@ -62,7 +62,7 @@ def test_a_decode_step_launches_what_our_own_does(
         want = running.answers(asked)
         assert len(running.groups) == (2 if architecture == "Gemma3ForCausalLM" else 1)
         model = running.runner.model
-        monkeypatch.setattr(model, "_numbers", torch.arange(8))
+        monkeypatch.setattr(model, "_arange", torch.arange(8))
         for layer in model.layers:
             monkeypatch.setattr(layer, "backend", BACKEND)
         counted = Counted(model)

@@ -54,8 +54,8 @@ def _build(args: Any, options: dict[str, Any]) -> Build:
 
 
 @dataclass
-class _Common:
-    """What is read of SGLang's batch, in the words of `allotrope.plugins.steps`."""
+class _Batch:
+    """SGLang's batch as a `HostBatch` of `allotrope.plugins.steps`."""
 
     num_reqs: int
     num_actual_tokens: int
@@ -68,7 +68,7 @@ class _Common:
 
 
 class Head:
-    """What SGLang's logits processor calls instead of a matrix."""
+    """Our output head in the form of an `lm_head` of SGLang, whose logits processor calls `quant_method.apply`."""
 
     def __init__(self, decoder: Any, dtype: torch.dtype) -> None:
         self._decoder, self._dtype = decoder, dtype
@@ -86,7 +86,7 @@ class Head:
 class HostedModel(nn.Module):
     """Any of our decoders, with its attention in SGLang's cache memory."""
 
-    # SGLang reads it of every module before it changes weights of a running model, and answers with it.
+    # If a module has one, SGLang refuses with it to change weights of a running model.
     _derived_weight_cache_error: str | None = None
 
     def __init__(self, config: HostedConfig, quant_config: Any = None, prefix: str = "") -> None:
@@ -106,7 +106,7 @@ class HostedModel(nn.Module):
         self.seed = args.random_seed or 0
         self.finished = False
         layers: Any = self.decoder.layers
-        # In a list of their own, which is no part of the tree of modules.
+        # A plain list, so that mixers are not registered as submodules twice.
         self._mixers: list[Any] = [layer.mixer for layer in layers]
         owners = [layer.mixer.shares_cache_of for layer in spec.layers]
         # Of each layer, the layer whose caches it reads.
@@ -125,11 +125,12 @@ class HostedModel(nn.Module):
         self.prefill = PrefillGraphs(self.decoder, self.build, self._tables, log, wanted=wanted)
         self._views: list[CacheViews] = []
         self._requests: RequestTables
-        # Of steps that can be captured, 0, 1, 2 and so on: requests, and where their tokens start; none otherwise.
-        self._numbers: torch.Tensor | None = None
+        # For steps that can be captured, see `arrange`: indices of requests, and the same as `query_start_loc` of
+        # decodes. None where no step can.
+        self._arange: torch.Tensor | None = None
         self._starts: torch.Tensor | None = None
         self._warmed_up: set[Kind] = set()
-        # Set by the attention backend.
+        # Whether SGLang is capturing; the attention backend sets it.
         self.captures = False
         self._in_graphs = all(mixer.backend.in_graphs for mixer in self._mixers)
 
@@ -163,10 +164,10 @@ class HostedModel(nn.Module):
             self.memory.state_bytes,
         )
         if self._in_graphs:
-            self._numbers = torch.arange(len(request_pool.req_to_token) + 1, device=self.build.device)
-            self._starts = self._numbers.int()
+            self._arange = torch.arange(len(request_pool.req_to_token) + 1, device=self.build.device)
+            self._starts = self._arange.int()
 
-    # SGLang captures steps outside of its own.
+    # SGLang captures steps outside of its own `no_grad`.
     @torch.no_grad()
     def forward(
         self,
@@ -187,7 +188,7 @@ class HostedModel(nn.Module):
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def _warm_up(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        mode, by_kernels = forward_batch.forward_mode, self._numbers is not None and self.build.device.type == "cuda"
+        mode, by_kernels = forward_batch.forward_mode, self._arange is not None and self.build.device.type == "cuda"
         if not by_kernels or mode.is_idle():
             return
         step = functools.partial(self._compute, input_ids, forward_batch, self.decoder)
@@ -204,50 +205,57 @@ class HostedModel(nn.Module):
         width = self.decoder.spec.hidden
         if forward_batch.forward_mode.is_idle():
             return torch.zeros(len(input_ids), width, dtype=self.build.dtype, device=self.build.device)
-        batch, order, here = self._plan(forward_batch)
-        step = Step(input_ids[order.tokens], batch, here, self._tables)
+        batch, order, layers = self._plan(forward_batch)
+        step = Step(input_ids[order.tokens], batch, layers, self._tables)
         if embeddings is not None:
             step.embeddings = embeddings[order.tokens].to(self.build.dtype)
         return order.restored(run(step), len(input_ids))
 
     def _plan(self, forward_batch: ForwardBatch) -> tuple[BatchLayout, Order, list[LayerStep]]:
-        """The batch, and one plan for all layers of a kind."""
-        common = self._common(forward_batch)
-        batch, order = arrange(common, self.build.device, self._numbers)
+        """The batch, and the plan of each layer; layers of equal `plan_key` share one."""
+        batch, order = arrange(self._host_batch(forward_batch), self.build.device, self._arange)
         of_kind = self._indices(forward_batch, batch, order)
-        made: dict[object, object] = {}
+        plans: dict[object, object] = {}
         steps = []
         for mixer, owner, views in zip(self._mixers, self._owners, self._views, strict=True):
             spec, backend = mixer.spec, mixer.backend
             index = {name: of_kind[isinstance(one, StateSlots)] for name, one in self._caches[owner].items()}
             key = (spec.plan_key, backend.name, tuple(index))
-            if key not in made:
-                made[key] = backend.plan(spec, batch, index)
-            steps.append(LayerStep(made[key], views))
+            if key not in plans:
+                plans[key] = backend.plan(spec, batch, index)
+            steps.append(LayerStep(plans[key], views))
         return batch, order, steps
 
-    def _common(self, forward_batch: ForwardBatch) -> _Common:
-        count, seen = forward_batch.batch_size, forward_batch.seq_lens_cpu
+    def _host_batch(self, forward_batch: ForwardBatch) -> _Batch:
+        """SGLang's batch. Raises ConfigError while SGLang captures a step with prompts."""
+        count = forward_batch.batch_size
         decodes = forward_batch.forward_mode.is_decode()
-        new = [1] * count if decodes else forward_batch.extend_seq_lens_cpu
-        # What is captured is replayed for longer texts.
+        query_lens = [1] * count if decodes else forward_batch.extend_seq_lens_cpu
         captured = self._is_captured()
         if captured and not decodes:
             raise ConfigError(
                 "Allotrope's models plan steps with prompts on the host. Add --disable-prefill-cuda-graph."
             )
-        longest = self._requests.context if captured else self._longest(forward_batch)
-        starts = torch.tensor([0, *new]).cumsum(0)
-        # On the device it is read of decodes alone.
-        numbers = starts if self._starts is None else self._starts[: count + 1]
-        return _Common(count, sum(new), max(new), longest, numbers, starts, forward_batch.seq_lens.int(), seen)
+        starts = torch.tensor([0, *query_lens]).cumsum(0)
+        return _Batch(
+            num_reqs=count,
+            num_actual_tokens=sum(query_lens),
+            max_query_len=max(query_lens),
+            # A captured step is replayed for longer sequences.
+            max_seq_len=self._requests.context if captured else self._longest(forward_batch),
+            # Only steps of decodes alone read it on the device.
+            query_start_loc=starts if self._starts is None else self._starts[: count + 1],
+            query_start_loc_cpu=starts,
+            seq_lens=forward_batch.seq_lens.int(),
+            seq_lens_cpu_upper_bound=forward_batch.seq_lens_cpu,
+        )
 
     def _indices(self, forward_batch: ForwardBatch, batch: BatchLayout, order: Order) -> dict[bool, CacheIndex]:
         """Where entries of tokens (False) and states (True) of the step's requests lie."""
         requests, slots, captured = forward_batch.req_pool_indices, forward_batch.out_cache_loc, self._is_captured()
         size = self._requests.page_size
         if batch.static_tensors is not None:
-            # SGLang has padding rows of a captured step write slot 0. In ours the null page stays empty.
+            # In a captured step, padding rows of SGLang write slot 0, which is in our null page.
             slots = torch.where(slots >= size, slots, -1)
         pages = self._requests.pages(requests, max(batch.seq_lens), captured=captured)
         found: dict[bool, CacheIndex] = {False: rows_index(batch, order, pages, slots, size)}
@@ -258,11 +266,11 @@ class HostedModel(nn.Module):
 
     def _longest(self, forward_batch: Any) -> int:
         """The most tokens of a request of the step, this step's among them."""
-        seen = forward_batch.seq_lens_cpu
-        return self._requests.context if seen is None else max(int(seen.max()), 1)
+        seq_lens = forward_batch.seq_lens_cpu
+        return self._requests.context if seq_lens is None else max(int(seq_lens.max()), 1)
 
     def _is_captured(self) -> bool:
-        """Whether the step is captured, or warms the kernels of one up that is."""
+        """Whether the step is captured, or warms up kernels of a captured one."""
         return self.captures or (self.build.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -274,7 +282,10 @@ class HostedModel(nn.Module):
     def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
         load_decoder(
-            *(self.decoder, self.architecture, self.build, weights),
+            self.decoder,
+            self.architecture,
+            self.build,
+            weights,
             seed=self.seed,
             quantized_weights=self.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),

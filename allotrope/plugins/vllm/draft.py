@@ -23,7 +23,7 @@ from allotrope.plugins.weights import StreamedWeights
 
 
 class SharedParts(torch.nn.Module):
-    """What vLLM shares of the target with a draft model. Ours shares it by itself, so nobody reads it here."""
+    """Takes the parts of the target that vLLM hands to a draft model. Nobody reads them: ours has them already."""
 
 
 class HostedDraft(HostedLayers):
@@ -71,8 +71,8 @@ class HostedDraft(HostedLayers):
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
         if not self.finished:
             self._load(None)
-        batch, order, here = self._plan(len(input_ids))
-        hidden = self.draft(hidden_states[order.tokens], Step(input_ids[order.tokens], batch, here, self._tables))
+        batch, order, layers = self._plan(len(input_ids))
+        hidden = self.draft(hidden_states[order.tokens], Step(input_ids[order.tokens], batch, layers, self._tables))
         out = hidden.new_zeros(len(input_ids), hidden.shape[1])
         out[order.tokens] = hidden
         return (out, out) if self._paired else out
@@ -86,7 +86,10 @@ class HostedDraft(HostedLayers):
         source = None if weights is None else draft_tensors(weights, self._spec)
         rules = self.architecture.draft_rules(target.decoder.spec, self._spec)
         fill_draft(
-            *(self.draft, rules, self.build, source),
+            self.draft,
+            rules,
+            self.build,
+            source,
             seed=target.seed,
             quantized_weights=target.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),

@@ -62,41 +62,43 @@ class HostedLayers(nn.Module):
         self.build: Build
         self.layers: list[HostedLayer]
         self._tables: RopeTables
-        # Of steps that can be captured; none otherwise.
-        self._numbers: torch.Tensor | None = None
+        # For steps that can be captured, see `arrange`; None where none can.
+        self._arange: torch.Tensor | None = None
         self._max_drafts = 0
-        # Of each module that is loaded, its attributes.
+        # The attributes of each module once its weights are loaded.
         self._loaded: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def _host(self, layers: Iterable[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig) -> None:
         """`layers`: decoder layers. `shares`: of each, the layer whose caches it reads, None if it has its own."""
         self.layers = _host(list(layers), shares, prefix, vllm_config)
         for layer in self.layers:
-            layer.home.model = self
+            layer.first_cache.model = self
         self._tables = RopeTables(self.build.device, self.build.chooser)
         speculative = vllm_config.speculative_config
         self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if all(layer.backend.in_graphs for layer in self.layers):
-            self._numbers = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=self.build.device)
+            self._arange = torch.arange(vllm_config.scheduler_config.max_num_seqs, device=self.build.device)
 
     def _plan(self, tokens: int) -> tuple[BatchLayout, Order, list[LayerStep]]:
-        """The batch, and in vLLM's step one plan for all layers of a kind that read the same groups of caches."""
+        """The batch, and the plan of each layer; layers of equal `plan_key` that read the same cache groups share one.
+        Without a step of vLLM's, which measures memory then, there are no plans."""
         steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
         if not steps:
             batch, order = BatchLayout((tokens,), (tokens,), self.build.device), Order(slice(0, 1), slice(0, tokens))
             return batch, order, [LayerStep(None, {}) for _ in self.layers]
-        common = steps[self.layers[0].home.name].common
-        batch, order = arrange(common, self.build.device, self._numbers, self._max_drafts)
+        common = steps[self.layers[0].first_cache.name].common
+        batch, order = arrange(common, self.build.device, self._arange, self._max_drafts)
+        # vLLM has one step object for all caches of a group.
         indices = {id(step): step.index(batch, order) for step in {id(step): step for step in steps.values()}.values()}
-        made: dict[object, object] = {}
+        plans: dict[object, object] = {}
         for layer in self.layers:
-            homes = {name: id(steps[member.cache.name]) for name, member in layer.caches.items()}
-            key = (layer.spec.plan_key, layer.backend.name, tuple(homes.items()))
-            if key not in made:
-                index = {name: indices[home] for name, home in homes.items()}
-                made[key] = layer.backend.plan(layer.spec, batch, index)
-            steps[layer.home.name].plans[layer.name] = made[key]
-        return batch, order, [LayerStep(steps[one.home.name].plans[one.name], one.views) for one in self.layers]
+            groups = {name: id(steps[member.cache.name]) for name, member in layer.caches.items()}
+            key = (layer.spec.plan_key, layer.backend.name, tuple(groups.items()))
+            if key not in plans:
+                index = {name: indices[group] for name, group in groups.items()}
+                plans[key] = layer.backend.plan(layer.spec, batch, index)
+            steps[layer.first_cache.name].plans[layer.name] = plans[key]
+        return batch, order, [LayerStep(steps[one.first_cache.name].plans[one.name], one.views) for one in self.layers]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill every parameter by the architecture's rules; raises ModelError for anything left over on either side."""
@@ -112,13 +114,13 @@ class HostedLayers(nn.Module):
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """Every parameter is filled, once and for all."""
+        """Remember what was loaded, for `_put_back`. Weights are loaded once."""
         self._loaded = [(one, vars(one) | {name: dict(vars(one)[name]) for name in _TENSORS}) for one in self.modules()]
         self.finished = True
 
     def _put_back(self) -> None:
-        """Have the modules hold what was loaded, which vLLM takes away before it loads a second time: tensors, and what
-        has the name of one that was."""
+        """Restore the attributes of all modules, loaded tensors among them: vLLM replaces these before it loads weights
+        again."""
         for module, attributes in self._loaded:
             module.__dict__ = attributes | vars(module) | {name: dict(attributes[name]) for name in _TENSORS}
 
@@ -179,39 +181,41 @@ class HostedModel(HostedLayers):
         if inputs_embeds is not None or intermediate_tensors is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
         if not self.finished:
-            # Dummy weights never come through `load_weights`; vLLM leaves whole numbers, such as codes, unwritten.
+            # Dummy weights do not come through `load_weights`, and vLLM leaves integer parameters uninitialised.
             self._load(None)
         if not BreakableCUDAGraphCapture.is_active():
             self._warm_up(input_ids)
             return self._compute(input_ids, self._run)
         out = torch.empty(len(input_ids), self.decoder.spec.hidden, dtype=self.build.dtype, device=self.build.device)
-        # Which step it is shall be asked at every replay. Where vLLM captures whole steps, this is captured as well.
+        # Eager between the pieces, so that each replay makes its own plans. Full CUDA graphs capture this as well.
         eager_break_during_capture(self._write)(out, input_ids)
         return out
 
     def _warm_up(self, input_ids: torch.Tensor) -> None:
-        """vLLM's warm-up, which has steps of all sizes that are captured, is most of its start otherwise."""
-        if self._numbers is None:
+        """Compile the kernels of the first step of each kind side by side. One by one, they would take most of the time
+        of vLLM's own warm-up."""
+        if self._arange is None:
             return
         steps: dict[str, HostedStep] | None = get_forward_context().attn_metadata
-        decodes = steps[self.layers[0].home.name].common.max_query_len == 1 if steps else False
+        decodes = steps[self.layers[0].first_cache.name].common.max_query_len == 1 if steps else False
         step = functools.partial(self._compute, input_ids, self.decoder)
         warm_up_first(self._warmed_up, (bool(steps), decodes), len(input_ids), step, self.build, log)
 
     def _write(self, out: torch.Tensor, input_ids: torch.Tensor) -> None:
-        # While vLLM captures, this is a warm-up, or captured itself.
+        # vLLM warms up or captures: its graphs, not ours.
         run = self.decoder if BreakableCUDAGraphCapture.is_active() else self._run
         out.copy_(self._compute(input_ids, run))
 
     def _run(self, step: Step) -> torch.Tensor:
-        """The decoder. vLLM captures decodes; where it measures memory there is no plan."""
+        """Run the decoder: a step with prompts through our prefill graphs. vLLM captures decodes itself, and while it
+        measures memory there is no plan."""
         prompts = max(step.batch.query_lens) > 1 and step.layers[0].plan is not None
         hidden: torch.Tensor = self.prefill.run(step) if prompts else self.decoder(step)
         return hidden
 
     def _compute(self, input_ids: torch.Tensor, run: Callable[[Step], torch.Tensor]) -> torch.Tensor:
-        batch, order, here = self._plan(len(input_ids))
-        return order.restored(run(Step(input_ids[order.tokens], batch, here, self._tables)), len(input_ids))
+        batch, order, layers = self._plan(len(input_ids))
+        return order.restored(run(Step(input_ids[order.tokens], batch, layers, self._tables)), len(input_ids))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""
@@ -220,7 +224,10 @@ class HostedModel(HostedLayers):
     def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
         load_decoder(
-            *(self.decoder, self.architecture, self.build, weights),
+            self.decoder,
+            self.architecture,
+            self.build,
+            weights,
             seed=self.seed,
             quantized_weights=self.quantized_weights,
             log=lambda line: log.info("allotrope: %s", line),
@@ -269,7 +276,8 @@ def _largest_state(vllm_config: VllmConfig) -> tuple[Field, ...]:
 def _host(
     decoder_layers: Sequence[Any], shares: Sequence[int | None], prefix: str, vllm_config: VllmConfig
 ) -> list[HostedLayer]:
-    """Give each layer's attention to vLLM: caches in the static forward context, an operator in the mixer's place."""
+    """Register each layer's caches in vLLM's static forward context, and have its mixer's backend run through a
+    `HostedLayer`."""
     mixers = [layer.mixer for layer in decoder_layers]
     in_graphs = all(mixer.backend.in_graphs for mixer in mixers)
     caches = _host_caches([mixer.spec for mixer in mixers], shares, prefix, vllm_config, in_graphs)

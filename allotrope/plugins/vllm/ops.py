@@ -28,12 +28,15 @@ SPLIT_POINTS = tuple(f"allotrope::{name}" for name in FAMILIES)
 
 
 class HostedLayer:
-    """One layer's attention: its own or another layer's `caches`, and the `backend` that our library chose for it."""
+    """One layer's attention: its own or another layer's `caches`, and the `backend` that our library chose for it.
+
+    `first_cache`: the cache under whose name vLLM's forward context has the step and the plan of this layer.
+    """
 
     def __init__(self, name: str, spec: Spec, backend: AttentionBackend, caches: dict[str, CacheMember]) -> None:
         self.name, self.spec, self.backend, self.caches = name, spec, backend, caches
-        self.home = next(iter(caches.values())).cache
-        self.home.readers[name] = self
+        self.first_cache = next(iter(caches.values())).cache
+        self.first_cache.readers[name] = self
         self.op = getattr(torch.ops.allotrope, spec.family)
         self._inputs: Unflatten
 
@@ -61,7 +64,7 @@ class HostedLayer:
             first.new_empty(first.shape[0], *shape, dtype=first.dtype if dtype is None else dtype)
             for shape, dtype in FAMILIES[spec.family].output_shapes(spec)
         ]
-        self.op(tensors, outputs, list(self.pools.values()), self.home.name, self.name)
+        self.op(tensors, outputs, list(self.pools.values()), self.first_cache.name, self.name)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def compute(
