@@ -19,9 +19,9 @@ from allotrope.request import TokenLogprobs
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """`seqs`: the sequences that were sampled, in the order of the logits rows. `drafts`: per sequence, those whose
-    rows follow its own, which may be placeholders for those at `draft_indices` of `draft_tokens`. `forced`: per
-    sequence, the drafts to accept whatever they are; None: those that are right.
+    """`seqs`: the sequences that were sampled, in the order of the logits rows. `drafts`: per sequence, the drafts that
+    were verified, whose rows follow its own; placeholders among them stand for `draft_tokens` at `draft_indices`.
+    `forced`: per sequence, the number of drafts to accept whatever they are; None: those that are right.
 
     `prev_sampled`: [n] int64 on the device. `sampled`: the same tokens and their log-probabilities on their way to the
     host. `logits`: per sequence, those that it was sampled from, where an observer wants them. `accepted`: with a draft
@@ -43,8 +43,8 @@ class InFlightStep:
 
     @cached_property
     def row_of(self) -> dict[Sequence, int]:
-        """Per sequence, its place among them: with a draft model that of its last token in what the next step takes,
-        else the row of its token in `prev_sampled`, where no sequence has drafts."""
+        """The index of each sequence in `seqs`. Without drafts it is the index of its token in `prev_sampled`; with a
+        draft model, that of its last token in `DraftedTokens.next_tokens`."""
         return {seq: row for row, seq in enumerate(self.seqs)}
 
     @cached_property

@@ -87,7 +87,7 @@ class KVCacheManager:
         """A slot of its own for `seq`, with a copy of the checkpoint `state` if there is one."""
         pool = self.pools[index]
         if state:
-            # With a reference, so that making room for the slot cannot evict the very checkpoint.
+            # The reference keeps `allocate` from evicting the checkpoint itself.
             pool.incref(state)
         if pool.available:
             seq.slots[index] = pool.allocate()
@@ -95,7 +95,7 @@ class KVCacheManager:
                 self._copy_page(index, state, seq.slots[index])
                 pool.decref(state)
             return
-        # The checkpoint is the last slot there is: it becomes the sequence's own.
+        # The checkpoint has the last slot: the sequence takes it over.
         pool.evict(state)
         seq.slots[index] = state
 
@@ -173,7 +173,7 @@ class KVCacheManager:
         seq.due = self._due(seq)
 
     def accept(self, seq: Sequence, drafts: int) -> None:
-        """Account for accepted drafts of the last `commit`. They are nothing to a sequence that was freed since."""
+        """Account for accepted drafts of the last `commit`. Does nothing for a sequence that was freed since."""
         if not seq.unread_drafts:
             return
         seq.computed += drafts
@@ -182,7 +182,7 @@ class KVCacheManager:
             return
         if self.reuse:
             self._cache_blocks(seq)
-            self._settle(seq)
+            self._resolve_tentative(seq)
         self._free_out_of_window(seq)
         seq.due = self._due(seq)
 
@@ -220,10 +220,10 @@ class KVCacheManager:
             seq.num_cached_blocks[index] = full
 
     def _checkpoint(self, seq: Sequence) -> None:
-        """Keep the state at a planned position of the prompt, and the last one of the output that lies on the interval.
+        """Keep the state at a planned position of the prompt, and at the last multiple of the interval in the output.
 
-        The state lacks the accepted drafts of the step, whose inputs are beside it: its next reader replays as many of
-        them as the position needs.
+        The state lacks the accepted drafts of the step, whose inputs are kept with it: the next sequence that starts
+        from it replays as many of them as the position needs.
         """
         if seq.checkpoint_positions:
             if seq.computed == seq.checkpoint_positions[0]:
@@ -238,7 +238,7 @@ class KVCacheManager:
         elif (copies := self._copy_state(seq)) is not None:
             seq.tentative = TentativeCheckpoint(position, replay, copies)
 
-    def _settle(self, seq: Sequence) -> None:
+    def _resolve_tentative(self, seq: Sequence) -> None:
         """Keep the tentative checkpoint of `seq` if its position was reached, else give its slots back."""
         checkpoint, seq.tentative = seq.tentative, None
         if checkpoint is None:
@@ -301,7 +301,7 @@ class KVCacheManager:
         """Free the pages and slots of `seq`. `evict`: no later request reuses a page of its prefix."""
         self._num_sequences -= 1
         if evict:
-            # Its tables lack out-of-window pages and state checkpoints.
+            # By key: its page tables no longer have out-of-window pages, and never state checkpoints.
             for pool in self.pools:
                 for page in filter(None, map(pool.find, seq.chain.keys)):
                     pool.evict(page)

@@ -75,14 +75,14 @@ def test_a_prompt_that_begins_with_an_answer(speculation: Any, unread: bool, mon
 def settled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each checkpoint that was kept before it was known to be of use: whether it was."""
     found: list[bool] = []
-    settle = KVCacheManager._settle
+    resolve = KVCacheManager._resolve_tentative
 
     def recorded(self: KVCacheManager, seq: Sequence) -> None:
         if seq.tentative is not None:
             found.append(seq.tentative.position <= seq.computed)
-        settle(self, seq)
+        resolve(self, seq)
 
-    monkeypatch.setattr(KVCacheManager, "_settle", recorded)
+    monkeypatch.setattr(KVCacheManager, "_resolve_tentative", recorded)
     return found
 
 
