@@ -29,9 +29,7 @@ Wanted = tuple[Sequence, int]
 
 
 class Drafting:
-    """`by_model`: drafts come of a draft model. `stats`: what was accepted."""
-
-    by_model = False
+    """Drafts of any origin. `stats`: what was accepted."""
 
     def __init__(self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int) -> None:
         """`max_drafts`: most of a sequence in a step. `max_decodes`: most rows of a decode step. `seed`: of forced
@@ -136,8 +134,6 @@ class ModelDrafting(Drafting):
 
     `unstored`: drafts of a sequence that come of the first pass, and need no page behind the step's tokens.
     """
-
-    by_model = True
 
     def __init__(
         self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int, *, lookahead: int, on_gpu: bool
