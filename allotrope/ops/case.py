@@ -63,6 +63,6 @@ class Draw:
         """Uniform in [low, high)."""
         return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
 
-    def permutation(self, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """0 to count - 1 in random order."""
-        return torch.randperm(count, generator=self.generator).to(self.device, dtype)
+    def permutation(self, count: int) -> torch.Tensor:
+        """0 to count - 1 in random order, int64."""
+        return torch.randperm(count, generator=self.generator).to(self.device)

@@ -7,42 +7,17 @@ for case in registered_cases()["rms_norm"].values():
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 from allotrope.kernels.backend import Backend, Op
-from allotrope.kernels.chip import Chip
 from allotrope.kernels.tolerance import KINDS, compare
 from allotrope.ops.case import OpCase, arguments_of
 from allotrope.ops.matmul.weight import Weight
-from allotrope.ops.registry import registered_cases, registered_ops
 
 SEED = 20
-
-
-@dataclass(frozen=True)
-class OpCheck:
-    """One backend on one case. `rejects`: why it was not run. `wrong`: what is wrong with its outputs."""
-
-    op: str
-    backend: str
-    case: str
-    dtype: torch.dtype
-    rejects: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
-
-
-def check_ops(chip: Chip, device: torch.device) -> Iterator[OpCheck]:
-    """Every backend of every operation but the references, on every case of the operation."""
-    for op in registered_ops().values():
-        for name, case in registered_cases().get(op.name, {}).items():
-            for dtype in case.dtypes:
-                for backend in op.backends[:-1]:
-                    rejects = tuple(backend.rejects(case.spec(dtype), chip))
-                    wrong = () if rejects else tuple(check_op(op, backend, case, dtype, device))
-                    yield OpCheck(op.name, backend.name, name, dtype, rejects, wrong)
 
 
 def check_op(op: Op, backend: Backend, case: OpCase, dtype: torch.dtype, device: torch.device) -> list[str]:
