@@ -18,11 +18,6 @@ class Vocabulary:
     special_ids: frozenset[int]
     eos_ids: tuple[int, ...]
 
-    def special_id(self, text: str) -> int | None:
-        """Id of the special token whose text is `text`, or None."""
-        wanted = text.encode()
-        return next((i for i in sorted(self.special_ids) if self.tokens[i] == wanted), None)
-
     @property
     def special_texts(self) -> dict[str, int]:
         """Text of each special token -> its id."""
