@@ -16,7 +16,7 @@ from pathlib import Path
 
 from allotrope.commands.planned_layouts import figures_for
 from allotrope.config import EngineConfig
-from allotrope.engine.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"

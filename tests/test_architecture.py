@@ -312,9 +312,9 @@ def test_every_host_loads_through_one_function() -> None:
 @pytest.mark.parametrize(
     ("source", "name", "importer"),
     [
-        ("engine.worker", "Worker", "engine.multiprocess_executor"),
-        ("engine.worker", "prepare_rank", "engine.multiprocess_executor"),
-        ("engine.multiprocess_executor", "MultiprocessExecutor", "engine.engine"),
+        ("engine.worker", "Worker", "engine.ranks.multiprocess_executor"),
+        ("engine.worker", "prepare_rank", "engine.ranks.multiprocess_executor"),
+        ("engine.ranks.multiprocess_executor", "MultiprocessExecutor", "engine.engine"),
     ],
 )
 def test_start_up_is_told_once(source: str, name: str, importer: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.plan_report import has_weights
-from allotrope.engine.planned_backends import planned_backends
+from allotrope.engine.planning.plan_report import has_weights
+from allotrope.engine.planning.planned_backends import planned_backends
 from allotrope.errors import ConfigError
 from allotrope.kernels.chip import CPU, Chip
 from allotrope.kernels.chip_figures import figures_of, known_chips

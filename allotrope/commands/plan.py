@@ -44,7 +44,7 @@ def plan(engine: EngineConfig, options: PlanOptions) -> None:
     import json
 
     from allotrope.commands.planned_layouts import compare_layouts, figures_for
-    from allotrope.engine.plan_report import report_model
+    from allotrope.engine.planning.plan_report import report_model
 
     compares = options.gpus is not None or engine.layout.size > engine.tensor_parallel_size
     unread = [] if compares else [name for name in ("hosts", "context") if getattr(options, name) is not None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from allotrope.config import EngineConfig
-from allotrope.engine.layout_plan import REQUESTS, LayoutPlanner, check_machines, layouts
-from allotrope.engine.layout_report import LayoutComparison
-from allotrope.engine.plan_report import has_weights
+from allotrope.engine.planning.layout_plan import REQUESTS, LayoutPlanner, check_machines, layouts
+from allotrope.engine.planning.layout_report import LayoutComparison
+from allotrope.engine.planning.plan_report import has_weights
 from allotrope.errors import ConfigError
 from allotrope.kernels.chip import CPU, current_chip
 from allotrope.kernels.chip_figures import FIGURES, ChipFigures, Figure, figures_of, known_chips

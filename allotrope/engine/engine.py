@@ -20,10 +20,10 @@ from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
 from allotrope.engine.expert_load import expert_load, write_expert_load
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.observer import Observer
 from allotrope.engine.pipeline_loop import PipelineLoop
-from allotrope.engine.plan_report import ModelReport, describe
+from allotrope.engine.planning.plan_report import ModelReport, describe
+from allotrope.engine.ranks.multiprocess_executor import MultiprocessExecutor
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.engine.requests import RequestTable
 from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_defaults, values_not_taken

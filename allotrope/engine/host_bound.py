@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.step_cost import ModelCost
-from allotrope.engine.step_time import StepTime
+from allotrope.engine.planning.step_cost import ModelCost
+from allotrope.engine.planning.step_time import StepTime
 from allotrope.graphs.piecewise_graphs import prefill_sizes
 from allotrope.kernels.chip_figures import figures_of
 from allotrope.rank_layout import RankLayout

@@ -14,7 +14,7 @@ from allotrope.attention.cost import StepCost
 from allotrope.engine.executor import Executor
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.step_cost import ModelCost
+from allotrope.engine.planning.step_cost import ModelCost
 from allotrope.logs import asked_for
 
 log = asked_for("allotrope.engine.steps")

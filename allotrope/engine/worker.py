@@ -25,9 +25,9 @@ from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import ModelRunner, graph_shapes
 from allotrope.engine.packed_step import PackedStep
 from allotrope.engine.profile import measure_peak, plan_device
-from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.ranks.rank_group import RankGroup
+from allotrope.engine.ranks.step_channel import Command
 from allotrope.engine.sleep import SleepingMemory, tensors_of
-from allotrope.engine.step_channel import Command
 from allotrope.engine.warmup import warm_up
 from allotrope.env import cpu_quota, keep_freed_memory, thread_count
 from allotrope.graphs.piecewise_graphs import expected_bytes

@@ -15,8 +15,8 @@ from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint, override_config
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.planned_backends import planned_backends
-from allotrope.engine.worker_process import keep_worker_processes
+from allotrope.engine.planning.planned_backends import planned_backends
+from allotrope.engine.ranks.worker_process import keep_worker_processes
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.loading.kv_scales import FP8
 from allotrope.verify import execution_modes as modes

@@ -4,9 +4,10 @@
     python bench/engine/cost_model.py bench/results/engine_h200.json --out /tmp/cost_model
 
 Reads results of `bench/engine.py`: of our engine on one GPU without drafts, the time per output token and the seconds
-of a batch of prompts. For each of them it counts what the steps must move and compute (`engine/step_cost.py`), and fits
-the seven constants of `engine/step_time.py`. Needs no GPU. The files of the fit were measured with eager prefill steps;
-later ones, with prefill steps as CUDA graphs, stand beside the same constants.
+of a batch of prompts. For each of them it counts what the steps must move and compute
+(`engine/planning/step_cost.py`), and fits the seven constants of `engine/planning/step_time.py`. Needs no GPU. The
+files of the fit were measured with eager prefill steps; later ones, with prefill steps as CUDA graphs, stand beside
+the same constants.
 
 The error is that of cases that were left out of the fit: those with 16 requests, and all those of a model, each model
 in its turn. The constants of a fit to everything are those of `kernels/chip_figures.py`; `--check` ends with 1 if they
@@ -35,8 +36,8 @@ if __name__ == "__main__":
 
 from allotrope.config import EngineConfig  # noqa: E402
 from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
-from allotrope.engine.step_cost import ModelCost, StepWork  # noqa: E402
-from allotrope.engine.step_time import StepTime  # noqa: E402
+from allotrope.engine.planning.step_cost import ModelCost, StepWork  # noqa: E402
+from allotrope.engine.planning.step_time import StepTime  # noqa: E402
 from allotrope.graphs.piecewise_graphs import MOST_TOKENS  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures, Fitted  # noqa: E402
 from bench.engine.report import OURS, Report, held_cases, write_json_alone  # noqa: E402

@@ -28,11 +28,11 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from allotrope.config import EngineConfig  # noqa: E402
-from allotrope.engine.decode_report import draft_cost  # noqa: E402
 from allotrope.engine.drafts.acceptance import rates_of_length  # noqa: E402
 from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
-from allotrope.engine.step_cost import ModelCost  # noqa: E402
-from allotrope.engine.step_time import StepTime  # noqa: E402
+from allotrope.engine.planning.decode_report import draft_cost  # noqa: E402
+from allotrope.engine.planning.step_cost import ModelCost  # noqa: E402
+from allotrope.engine.planning.step_time import StepTime  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, ChipFigures  # noqa: E402
 from bench.engine.cost_model import CONFIGS, released_config, sliced  # noqa: E402
 from bench.engine.report import OURS, Column, Report, Speculation  # noqa: E402

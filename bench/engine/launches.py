@@ -115,7 +115,7 @@ def spans_of(model: Any) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def classes_of(model: Any) -> Iterator[None]:
     """Name what runs by its class of work: projections, experts and the head, and what attention's backends run."""
-    from allotrope.engine.step_cost import DENSE, EXPERTS, HEAD, modules_by_class
+    from allotrope.engine.planning.step_cost import DENSE, EXPERTS, HEAD, modules_by_class
 
     def named(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def classes_of(model: Any) -> Iterator[None]:
 
 def micros_by_class(launches: Sequence[Launch], spans: Sequence[Span], ours: frozenset[str]) -> dict[str, float]:
     """Time on the device by class of work, of what `classes_of` named. A product that stands alone is dense as well."""
-    from allotrope.engine.step_cost import DENSE, REST
+    from allotrope.engine.planning.step_cost import DENSE, REST
 
     found: dict[str, float] = collections.defaultdict(float)
     for kind, launch in attribute(launches, spans):

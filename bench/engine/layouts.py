@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from allotrope.commands.planned_layouts import compare_layouts, figures_for  # noqa: E402
 from allotrope.config import EngineConfig  # noqa: E402
-from allotrope.engine.layout_report import LayoutComparison, options  # noqa: E402
+from allotrope.engine.planning.layout_report import LayoutComparison, options  # noqa: E402
 from bench.engine.report import Report, write_json_alone  # noqa: E402
 
 RESULTS, CONFIGS = ROOT / "bench" / "results", ROOT / "bench" / "configs"

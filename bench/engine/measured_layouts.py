@@ -23,7 +23,7 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
-from allotrope.engine.layout_plan import LayoutPlanner, Machines  # noqa: E402
+from allotrope.engine.planning.layout_plan import LayoutPlanner, Machines  # noqa: E402
 from allotrope.kernels.chip_figures import FIGURES, FITTED, ChipFigures  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.cost_model import DECODE, PROMPTS, batches, released_config, seconds_of, sliced  # noqa: E402

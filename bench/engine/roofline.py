@@ -113,7 +113,7 @@ def add(engine: Any, name: str, ids: Sequence[int]) -> None:
 
 def least(load_plan: Any, new: Sequence[int], seen: Sequence[int]) -> dict[str, dict[str, int]]:
     """The work of a step as plain data."""
-    from allotrope.engine.step_cost import step_cost
+    from allotrope.engine.planning.step_cost import step_cost
 
     return {kind: dataclasses.asdict(work) for kind, work in step_cost(load_plan, new, seen).items()}
 

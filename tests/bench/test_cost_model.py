@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from allotrope.attention.cost import StepCost
-from allotrope.engine.step_cost import DENSE, EXPERTS, StepWork
-from allotrope.engine.step_time import StepTime
+from allotrope.engine.planning.step_cost import DENSE, EXPERTS, StepWork
+from allotrope.engine.planning.step_time import StepTime
 from allotrope.kernels.chip_figures import FIGURES, Fitted
 from allotrope.rank_layout import RankLayout
 from bench.engine import cost_model, layouts, measured_layouts

@@ -24,7 +24,7 @@ from allotrope.checkpoint.weights import Loader
 from allotrope.config import EngineConfig
 from allotrope.engine.load import load_model
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_model
 from allotrope.errors import ModelError
 from allotrope.kernels.chip import chip_of
 from allotrope.layers.weights import VALUES

@@ -12,7 +12,7 @@ from command_run import Run
 from allotrope.architectures.registry import find_architecture
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
-from allotrope.engine.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_model
 from allotrope.errors import ConfigError, ModelError
 from allotrope.kernels.chip import gpu_count
 from allotrope.kernels.chip_figures import FIGURES

@@ -15,7 +15,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine import load_plan as load_plans
 from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches
 from allotrope.engine.load_plan import resolve_dtype, resolve_load_plan
-from allotrope.engine.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_model
 from allotrope.layers.parallel import Parallel
 
 MEMORY = 64 << 30

@@ -15,7 +15,7 @@ from tiny_checkpoints import prompts
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import weight_bytes_of
-from allotrope.engine.step_cost import ModelCost
+from allotrope.engine.planning.step_cost import ModelCost
 from allotrope.kernels.chip import Chip
 from allotrope.layers.embedding import Head
 from allotrope.ops.matmul.fp8 import Fp8

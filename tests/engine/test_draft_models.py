@@ -20,8 +20,8 @@ from allotrope.architectures.registry import find_architecture
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.plan_report import report_model
-from allotrope.engine.step_cost import ModelCost
+from allotrope.engine.planning.plan_report import report_model
+from allotrope.engine.planning.step_cost import ModelCost
 from allotrope.errors import AllotropeError
 from allotrope.request import Request, SamplingParams
 

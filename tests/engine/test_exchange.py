@@ -7,7 +7,15 @@ import itertools
 
 import pytest
 
-from allotrope.engine.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Exchange, total_seconds, total_sent
+from allotrope.engine.planning.exchange import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SEND,
+    Exchange,
+    total_seconds,
+    total_sent,
+)
 from allotrope.kernels.chip_figures import FIGURES
 from allotrope.ops.all_reduce.protocol import SYNC_US
 

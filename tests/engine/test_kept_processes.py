@@ -20,7 +20,7 @@ from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import find_architecture
 from allotrope.engine.engine import Engine
-from allotrope.engine.worker_process import WorkerProcess, keep_worker_processes
+from allotrope.engine.ranks.worker_process import WorkerProcess, keep_worker_processes
 from allotrope.env import thread_count
 from allotrope.errors import EngineDead, ModelError
 from allotrope.verify.random_checkpoint import write_random

@@ -15,9 +15,10 @@ import torch.multiprocessing as mp
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.config import EngineConfig
-from allotrope.engine.exchange import Exchange
-from allotrope.engine.layout_cost import HostLayout, StepRows, host_layout
-from allotrope.engine.layout_plan import (
+from allotrope.engine.load_plan import resolve_load_plan
+from allotrope.engine.planning.exchange import Exchange
+from allotrope.engine.planning.layout_cost import HostLayout, StepRows, host_layout
+from allotrope.engine.planning.layout_plan import (
     REQUESTS,
     DecodeTime,
     LayoutPlanner,
@@ -29,9 +30,8 @@ from allotrope.engine.layout_plan import (
     layouts,
     proposed,
 )  # fmt: skip
-from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.rank_report import report_ranks
-from allotrope.engine.step_cost import ModelCost
+from allotrope.engine.planning.rank_report import report_ranks
+from allotrope.engine.planning.step_cost import ModelCost
 from allotrope.errors import ConfigError
 from allotrope.kernels.chip import CPU
 from allotrope.kernels.chip_figures import FIGURES, Figure

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import prompts
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture
-from allotrope.engine import rank_group
-from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.ranks import rank_group
+from allotrope.engine.ranks.rank_group import RankGroup
 from allotrope.errors import ConfigError, EngineDead, ModelError
 from allotrope.request import SamplingParams
 from allotrope.verify.random_checkpoint import write_random

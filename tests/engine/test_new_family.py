@@ -18,7 +18,7 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.checkpoint.read_config import ConfigReader
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.step_cost import step_cost
+from allotrope.engine.planning.step_cost import step_cost
 from allotrope.errors import ConfigError
 from allotrope.layers.mixers.mha import MhaMixerSpec
 from allotrope.layers.model_spec import ModelSpec

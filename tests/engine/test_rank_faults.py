@@ -15,8 +15,8 @@ import torch
 from rank_faults import DEVICE, WATCHDOG_SECONDS, Ended, FaultyEngine
 
 from allotrope.engine.call_stack import compiles_kernel
-from allotrope.engine.rank_board import RankBoard
-from allotrope.engine.rank_monitor import RankMonitor
+from allotrope.engine.ranks.rank_board import RankBoard
+from allotrope.engine.ranks.rank_monitor import RankMonitor
 from allotrope.kernels.c.compiler import CannotCompile, load
 
 # What the fault takes to be known, at most, and what may follow.

@@ -18,8 +18,8 @@ from allotrope.architectures.registry import ARCHITECTURES, find_architecture
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.plan_report import report_model
-from allotrope.engine.rank_report import SIZES, RankReport, WeightShare, rank_sizes, report_ranks
+from allotrope.engine.planning.plan_report import report_model
+from allotrope.engine.planning.rank_report import SIZES, RankReport, WeightShare, rank_sizes, report_ranks
 from allotrope.errors import ModelError
 from allotrope.layers.parallel import Parallel, placement_of
 from allotrope.layers.weights import packed_bytes

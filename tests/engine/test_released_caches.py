@@ -11,7 +11,7 @@ from allotrope.cache.arena import Arena
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import plan_caches
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_model
 from allotrope.llm import LLM
 from allotrope.request import SamplingParams
 

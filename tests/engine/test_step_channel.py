@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.step_channel import Command, Ring, StepReceiver, StepSender
+from allotrope.engine.ranks.step_channel import Command, Ring, StepReceiver, StepSender
 
 WORDS = 64
 

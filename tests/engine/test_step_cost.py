@@ -20,8 +20,8 @@ from allotrope.attention.mla import MLA, MlaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.plan_report import report_model
-from allotrope.engine.step_cost import ModelCost, step_cost
+from allotrope.engine.planning.plan_report import report_model
+from allotrope.engine.planning.step_cost import ModelCost, step_cost
 from allotrope.kernels.chip import CHIPS, chip_of
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts

@@ -19,7 +19,7 @@ from allotrope.attention.cost import StepCost
 from allotrope.config import EngineConfig
 from allotrope.engine import step_log
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.step_cost import ModelCost, step_cost
+from allotrope.engine.planning.step_cost import ModelCost, step_cost
 from allotrope.errors import ConfigError
 
 LENGTHS = (3, 11)

@@ -6,8 +6,8 @@ import pytest
 
 from allotrope.attention.cost import StepCost
 from allotrope.attention.registry import FAMILIES
-from allotrope.engine.step_cost import DENSE, EXPERTS, HEAD, StepWork
-from allotrope.engine.step_time import ATTENTION, LAUNCHES, PARTS, PASSED, PRODUCTS, StepTime
+from allotrope.engine.planning.step_cost import DENSE, EXPERTS, HEAD, StepWork
+from allotrope.engine.planning.step_time import ATTENTION, LAUNCHES, PARTS, PASSED, PRODUCTS, StepTime
 from allotrope.kernels.chip_figures import FIGURES, Fitted
 
 H200, A100 = FIGURES["h200"], FIGURES["a100"]

@@ -26,7 +26,7 @@ from allotrope.engine import warmup as warmup_module
 from allotrope.engine.engine import Engine
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.model_runner import GraphShapes
-from allotrope.engine.rank_group import RankGroup
+from allotrope.engine.ranks.rank_group import RankGroup
 from allotrope.engine.warmup import warm_up
 from allotrope.engine.worker import Worker
 from allotrope.kernels import pdl

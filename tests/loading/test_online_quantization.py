@@ -22,7 +22,7 @@ from allotrope.checkpoint.dequantize import PlainCheckpoint, dequantized
 from allotrope.checkpoint.weight_formats import online_statement
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import resolve_load_plan
-from allotrope.engine.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_model
 from allotrope.errors import ConfigError
 from allotrope.kernels.chip import CHIPS
 from allotrope.ops.matmul.weight import QuantizedWeight

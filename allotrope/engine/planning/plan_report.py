@@ -16,12 +16,12 @@ from allotrope.cache.memory import SHORT_CONTEXT, GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches, wants_few_tokens
-from allotrope.engine.decode_report import DecodeReport, report_decode
 from allotrope.engine.load_plan import LoadPlan, resolve_dtype, resolve_load_plan
 from allotrope.engine.memory import free_memory, weight_bytes_of
-from allotrope.engine.rank_report import RankReport, rank_sizes, report_ranks
+from allotrope.engine.planning.decode_report import DecodeReport, report_decode
+from allotrope.engine.planning.rank_report import RankReport, rank_sizes, report_ranks
+from allotrope.engine.planning.report_text import size_text, table
 from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
-from allotrope.engine.report_text import size_text, table
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.chip_figures import ChipFigures

@@ -16,12 +16,12 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.executor import OnDeath
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.rank_group import RankGroup, start_thread
-from allotrope.engine.rank_monitor import RankMonitor, name_rank
-from allotrope.engine.ray_placement import ACTOR_ENVIRONMENT, RayPlacement
-from allotrope.engine.ray_worker import GROUPS, STEPS, WATCH, Facts, Failure, RayWorker, Sent, versions
-from allotrope.engine.step_channel import Command
-from allotrope.engine.workers import Workers
+from allotrope.engine.ranks.rank_group import RankGroup, start_thread
+from allotrope.engine.ranks.rank_monitor import RankMonitor, name_rank
+from allotrope.engine.ranks.ray_placement import ACTOR_ENVIRONMENT, RayPlacement
+from allotrope.engine.ranks.ray_worker import GROUPS, STEPS, WATCH, Facts, Failure, RayWorker, Sent, versions
+from allotrope.engine.ranks.step_channel import Command
+from allotrope.engine.ranks.workers import Workers
 from allotrope.env import spin_setting
 from allotrope.errors import ConfigError
 from allotrope.logs import one_line

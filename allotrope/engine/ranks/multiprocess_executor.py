@@ -33,15 +33,15 @@ from allotrope.engine.frozen_heap import frozen_heap
 from allotrope.engine.inputs import StepPlan
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.rank_board import JOINING, LOADED, RankBoard
-from allotrope.engine.rank_group import LOOPBACK, RankGroup
-from allotrope.engine.rank_monitor import RankMonitor, reported, watch_from_worker
-from allotrope.engine.step_channel import Command, Ring, StepReceiver
+from allotrope.engine.ranks.rank_board import JOINING, LOADED, RankBoard
+from allotrope.engine.ranks.rank_group import LOOPBACK, RankGroup
+from allotrope.engine.ranks.rank_monitor import RankMonitor, reported, watch_from_worker
+from allotrope.engine.ranks.step_channel import Command, Ring, StepReceiver
+from allotrope.engine.ranks.worker_process import Assignment, announce_release
+from allotrope.engine.ranks.worker_processes import WorkerProcesses
+from allotrope.engine.ranks.workers import Workers
 from allotrope.engine.step_limits import GPU_TOKENS
 from allotrope.engine.worker import Worker, prepare_rank
-from allotrope.engine.worker_process import Assignment, announce_release
-from allotrope.engine.worker_processes import WorkerProcesses
-from allotrope.engine.workers import Workers
 from allotrope.errors import ConfigError, InvalidRequest
 from allotrope.kernels.chip import gpu_count
 from allotrope.layers.decoder import Decoder
@@ -69,8 +69,8 @@ class MultiprocessExecutor(Executor):
 
     @classmethod
     def _start_on_ray(cls, config: EngineConfig, on_death: OnDeath | None, preferred_tokens: int) -> Self:
-        from allotrope.engine.ray_placement import RayPlacement
-        from allotrope.engine.ray_workers import RayWorkers
+        from allotrope.engine.ranks.ray_placement import RayPlacement
+        from allotrope.engine.ranks.ray_workers import RayWorkers
 
         placement = RayPlacement.reserve(config, config.layout.size)
         try:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from allotrope.attention.cost import StepCost
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.rank_report import drafts_of_step
-from allotrope.engine.report_text import size_text, table
-from allotrope.engine.step_cost import ModelCost
-from allotrope.engine.step_time import StepTime
+from allotrope.engine.planning.rank_report import drafts_of_step
+from allotrope.engine.planning.report_text import size_text, table
+from allotrope.engine.planning.step_cost import ModelCost
+from allotrope.engine.planning.step_time import StepTime
 from allotrope.kernels.chip_figures import ChipFigures
 
 # Requests that decode at once, and drafts of each beside the most that the options allow.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from allotrope.engine.packed_step import PackedStep, Words
-from allotrope.engine.shared_memory import create_shared_memory
+from allotrope.engine.ranks.shared_memory import create_shared_memory
 
 RING_WORDS = 1 << 23
 """Words of the ring, 64 MiB: several steps of many requests. Longer steps go through it in parts."""

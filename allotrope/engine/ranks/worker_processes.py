@@ -17,12 +17,12 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.executor import OnDeath
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.rank_board import LOADED
-from allotrope.engine.rank_group import RankGroup
-from allotrope.engine.rank_monitor import name_rank
-from allotrope.engine.step_channel import Command, Ring, StepSender
-from allotrope.engine.worker_process import Assignment, WorkerProcess, kept_processes
-from allotrope.engine.workers import Workers
+from allotrope.engine.ranks.rank_board import LOADED
+from allotrope.engine.ranks.rank_group import RankGroup
+from allotrope.engine.ranks.rank_monitor import name_rank
+from allotrope.engine.ranks.step_channel import Command, Ring, StepSender
+from allotrope.engine.ranks.worker_process import Assignment, WorkerProcess, kept_processes
+from allotrope.engine.ranks.workers import Workers
 
 # Worker processes get this long to end by themselves, and to let go of their rank where they are kept.
 _CLOSE_SECONDS, _RELEASE_SECONDS = 2.0, 5.0

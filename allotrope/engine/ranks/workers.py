@@ -19,10 +19,10 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.executor import OnDeath
 from allotrope.engine.packed_step import PackedStep
-from allotrope.engine.rank_board import LOADED, STARTING, RankBoard
-from allotrope.engine.rank_group import RankGroup, start_thread
-from allotrope.engine.rank_monitor import RankMonitor, describe_error, name_rank
-from allotrope.engine.step_channel import Command
+from allotrope.engine.ranks.rank_board import LOADED, STARTING, RankBoard
+from allotrope.engine.ranks.rank_group import RankGroup, start_thread
+from allotrope.engine.ranks.rank_monitor import RankMonitor, describe_error, name_rank
+from allotrope.engine.ranks.step_channel import Command
 from allotrope.errors import AllotropeError, EngineDead
 
 # After a fault, the call that is under way gets this long to raise its error.

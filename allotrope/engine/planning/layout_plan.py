@@ -16,16 +16,16 @@ import torch
 from allotrope.cache.memory import Demand, make_plan
 from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import MAX_RANKS, EngineConfig
-from allotrope.engine.exchange import Exchange, total_seconds, total_sent
 from allotrope.engine.host_bound import runs_in_pieces
-from allotrope.engine.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.memory import utilization
-from allotrope.engine.rank_report import KINDS
+from allotrope.engine.planning.exchange import Exchange, total_seconds, total_sent
+from allotrope.engine.planning.layout_cost import HostLayout, RankModel, StageCost, StepRows, host_layout
+from allotrope.engine.planning.rank_report import KINDS
+from allotrope.engine.planning.report_text import size_text
+from allotrope.engine.planning.step_time import StepTime
 from allotrope.engine.report import numbered
-from allotrope.engine.report_text import size_text
 from allotrope.engine.step_limits import GPU_TOKENS, MIN_TOKENS, StepRoom
-from allotrope.engine.step_time import StepTime
 from allotrope.errors import ConfigError, ModelError
 from allotrope.graphs.piecewise_graphs import MOST_TOKENS
 from allotrope.kernels.chip_figures import ChipFigures

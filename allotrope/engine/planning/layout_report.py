@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allotrope.engine.exchange import total_sent
-from allotrope.engine.layout_plan import DecodeTime, LayoutReport, Machines, best, proposed
-from allotrope.engine.report_text import size_text, table
+from allotrope.engine.planning.exchange import total_sent
+from allotrope.engine.planning.layout_plan import DecodeTime, LayoutReport, Machines, best, proposed
+from allotrope.engine.planning.report_text import size_text, table
 from allotrope.rank_layout import RankLayout
 
 # Seconds per token below which a part is no reason.

@@ -18,10 +18,10 @@ from torch import nn
 from allotrope.attention.cost import Lengths, StepCost
 from allotrope.attention.registry import FAMILIES
 from allotrope.cache.groups import CacheGroup, group_caches
-from allotrope.engine.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Exchange
 from allotrope.engine.load_plan import LoadPlan
-from allotrope.engine.rank_report import KINDS, has_part_of_sum, modules_by_kind, quantized_modules
-from allotrope.engine.step_cost import EXPERTS, Counted, LayersCost, StepWork, counted_modules
+from allotrope.engine.planning.exchange import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Exchange
+from allotrope.engine.planning.rank_report import KINDS, has_part_of_sum, modules_by_kind, quantized_modules
+from allotrope.engine.planning.step_cost import EXPERTS, Counted, LayersCost, StepWork, counted_modules
 from allotrope.layers.embedding import Embedding
 from allotrope.layers.moe import Experts
 from allotrope.layers.norm import AllHeadsNorm

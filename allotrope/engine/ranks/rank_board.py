@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from allotrope.engine.shared_memory import create_shared_memory
+from allotrope.engine.ranks.shared_memory import create_shared_memory
 
 STARTING, JOINING, LOADED = range(3)
 _WORDS = ("process", "heartbeat", "progress", "phase", "compiling", "waits", "failed_at", "follows")

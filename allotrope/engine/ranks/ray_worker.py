@@ -21,13 +21,13 @@ from allotrope import __version__
 from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.call_stack import failed_in_collective
-from allotrope.engine.multiprocess_executor import run_rank
 from allotrope.engine.packed_step import PackedStep, Words
-from allotrope.engine.rank_board import LOADED, RankBoard, Signs
-from allotrope.engine.rank_group import RankGroup
-from allotrope.engine.rank_monitor import RankMonitor, describe_error
-from allotrope.engine.ray_placement import device_of, gpu_ids_here
-from allotrope.engine.step_channel import Command
+from allotrope.engine.ranks.multiprocess_executor import run_rank
+from allotrope.engine.ranks.rank_board import LOADED, RankBoard, Signs
+from allotrope.engine.ranks.rank_group import RankGroup
+from allotrope.engine.ranks.rank_monitor import RankMonitor, describe_error
+from allotrope.engine.ranks.ray_placement import device_of, gpu_ids_here
+from allotrope.engine.ranks.step_channel import Command
 from allotrope.errors import AllotropeError
 
 # Threads of the actor beside the one that runs the rank.

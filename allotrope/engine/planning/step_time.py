@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from allotrope.attention.cost import StepCost
 from allotrope.attention.registry import FAMILIES
-from allotrope.engine.step_cost import EXPERTS, StepWork
+from allotrope.engine.planning.step_cost import EXPERTS, StepWork
 from allotrope.kernels.chip_figures import FITTED, ChipFigures, Fitted
 
 ATTENTION, PRODUCTS, PASSED, LAUNCHES = "attention", "other products", "between kernels", "starts of kernels"

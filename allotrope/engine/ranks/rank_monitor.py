@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from allotrope.engine.call_stack import compiles_kernel, failed_in_collective, place_of
-from allotrope.engine.rank_board import LOADED, RankBoard, RankRow
+from allotrope.engine.ranks.rank_board import LOADED, RankBoard, RankRow
 from allotrope.errors import AllotropeError
 from allotrope.logs import one_line
 

@@ -20,8 +20,8 @@ from typing import Self
 from allotrope.env import spin_setting
 
 _BOOT = (
-    "from allotrope.engine.lifeline import end_with_parent; end_with_parent({lifeline}, {parent}); "
-    "from allotrope.engine.multiprocess_executor import run_worker_process; run_worker_process({control})"
+    "from allotrope.engine.ranks.lifeline import end_with_parent; end_with_parent({lifeline}, {parent}); "
+    "from allotrope.engine.ranks.multiprocess_executor import run_worker_process; run_worker_process({control})"
 )
 _RANK = struct.Struct("<q")
 _RELEASED = b"released"

@@ -19,7 +19,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
-from allotrope.engine.report_text import size_text, table
+from allotrope.engine.planning.report_text import size_text, table
 from allotrope.errors import ModelError
 from allotrope.kernels.chip import Chip
 from allotrope.layers.decoder import Decoder
