@@ -26,7 +26,7 @@ def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None
     """
     if config.kv_cache_memory_bytes is not None:
         return plan_memory(load_plan.groups, _demand(load_plan, config), config.kv_cache_memory_bytes)
-    available = free_memory(load_plan.build.device) if available is None else available
+    available = free_of_rank(load_plan, config) if available is None else available
     share = utilization(config, load_plan.build.device)
     if load_plan.build.device.type == "cuda":
         return plan_within(load_plan, config, int(available * share) - load_plan.weight_bytes, available)
@@ -34,6 +34,13 @@ def plan_caches(load_plan: LoadPlan, config: EngineConfig, available: int | None
     if wants_few_tokens(load_plan, config):
         room = min(room, _few_tokens(load_plan, config))
     return plan_within(load_plan, config, room, available)
+
+
+def free_of_rank(load_plan: LoadPlan, config: EngineConfig) -> int:
+    """Bytes that are free now for each rank of `load_plan`. Ranks on a CPU share the main memory of their host."""
+    free = free_memory(load_plan.build.device)
+    shared = load_plan.build.device.type == "cpu" and config.distributed_executor_backend == "mp"
+    return free // load_plan.build.parallel.layout.size if shared else free
 
 
 def refuse_small_caches(stages: Iterable[LoadPlan], config: EngineConfig) -> None:

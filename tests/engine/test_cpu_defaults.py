@@ -12,6 +12,7 @@ import torch
 from allotrope.architectures.llama import tiny_llama
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
+from allotrope.engine import cache_plan as cache_plans
 from allotrope.engine import load_plan as load_plans
 from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches
 from allotrope.engine.load_plan import resolve_dtype, resolve_load_plan
@@ -62,3 +63,17 @@ def test_caches_hold_one_long_sequence_and_a_few_requests(tmp_path: Path) -> Non
     assert plan_caches(plan, half, MEMORY).tokens == 64 * 100_000
     short = dataclasses.replace(config, max_model_len=160)
     assert plan_caches(resolve_load_plan(short, Parallel()), short, MEMORY).tokens == 64 * 160
+
+
+def test_ranks_share_the_memory_of_their_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks hold the weights once between them, so they fit no better than in one."""
+    config = EngineConfig(model=directory(tmp_path), load_format="dummy", device="cpu", memory_utilization=0.5)
+    plan = resolve_load_plan(config, Parallel())
+    monkeypatch.setattr(cache_plans, "free_memory", lambda device: plan.weight_bytes - 1)
+    refusal = report_model(config).refusal
+    assert refusal is not None and "the weights do not fit" in refusal and "--tensor-parallel-size" not in refusal
+    monkeypatch.setattr(cache_plans, "free_memory", lambda device: MEMORY)
+    two = dataclasses.replace(config, tensor_parallel_size=2)
+    report = report_model(two)
+    assert report.memory_bytes == MEMORY // 2
+    assert plan_caches(resolve_load_plan(two, Parallel.of(two.layout)), two).bytes <= MEMORY // 4

@@ -15,9 +15,9 @@ from allotrope.attention.cache_layout import page_bytes
 from allotrope.cache.memory import SHORT_CONTEXT, GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
-from allotrope.engine.cache_plan import CPU_TOKENS, plan_caches, wants_few_tokens
+from allotrope.engine.cache_plan import CPU_TOKENS, free_of_rank, plan_caches, wants_few_tokens
 from allotrope.engine.load_plan import LoadPlan, resolve_dtype, resolve_load_plan
-from allotrope.engine.memory import free_memory, weight_bytes_of
+from allotrope.engine.memory import weight_bytes_of
 from allotrope.engine.planning.decode_report import DecodeReport, report_decode
 from allotrope.engine.planning.rank_report import RankReport, rank_sizes, report_ranks
 from allotrope.engine.planning.report_text import size_text, table
@@ -391,7 +391,7 @@ def _chip_of(figures: ChipFigures | None) -> Chip | None:
 def _try(config: EngineConfig, layout: RankLayout, memory: int | None, figures: ChipFigures | None) -> ModelReport:
     """The report for the ranks of a layout, with the reason if it does not fit."""
     load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, chip=_chip_of(figures))
-    available = free_memory(load_plan.build.device) if memory is None else memory
+    available = free_of_rank(load_plan, config) if memory is None else memory
     try:
         plan = plan_caches(load_plan, config, available)
     except ConfigError as error:
