@@ -68,6 +68,16 @@ def test_an_operation_of_pytorch_ends_the_recording_with_its_name() -> None:
     assert torch.equal(out, rms_norm(x + y, torch.ones(32), FLOOR))
 
 
+@pytest.mark.parametrize("product", [torch.nn.functional.linear, torch.matmul])
+def test_a_product_of_pytorch_is_not_taken_apart(product: Callable[..., torch.Tensor]) -> None:
+    """That would import PyTorch's symbolic shapes, for which the first decode step of a server would wait."""
+    x, weight = torch.randn(3, 32), torch.randn(32, 32)
+    with torch.inference_mode(), record(Arena(), [x]) as recorder:
+        out = product(x, weight)
+    assert recorder.reason == f"it runs {product.__name__} of PyTorch"
+    assert torch.equal(out, product(x, weight))
+
+
 @pytest.mark.parametrize("tiny", [tiny_llama, tiny_qwen3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_steps_have_the_bits_of_steps_that_python_calls(

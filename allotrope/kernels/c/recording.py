@@ -33,6 +33,8 @@ _VIEWS = frozenset(
     "transpose permute expand detach alias".split()
 )
 _ALLOCATIONS = frozenset("empty new_empty empty_like empty_strided new_empty_strided".split())
+# Made of others, but of no views alone. PyTorch imports its symbolic shapes to take them apart.
+_PRODUCTS = frozenset(("linear", "matmul"))
 
 
 class _Block(np.ndarray[Any, Any]):
@@ -139,7 +141,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if name not in _VIEWS | _ALLOCATIONS:
+        if name not in _VIEWS | _ALLOCATIONS | _PRODUCTS:
             # An operation that is made of others: a reshape may be a view or a copy.
             with self:
                 out = func.decompose(*args, **kwargs)
