@@ -50,6 +50,7 @@ def chat(
 
         assert engine is not None
         model = LocalModel(engine)
+        model.check_chats(f"To continue a text, run: allotrope generate {engine.model} -p TEXT")
     print(_HELP, file=sys.stderr)
     Conversation(model, sampling, system).run()
 

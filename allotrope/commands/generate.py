@@ -22,6 +22,8 @@ def generate(
     from allotrope.commands.local import LocalModel
 
     model = LocalModel(engine)
+    if chat:
+        model.check_chats("Leave --chat out.")
     if len(prompt) == 1:
         message = [{"role": "user", "content": prompt[0]}]
         for piece in model.stream(message, sampling) if chat else model.continue_text(prompt[0], sampling):

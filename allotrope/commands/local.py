@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from allotrope.config import EngineConfig
-from allotrope.errors import AllotropeError
+from allotrope.errors import AllotropeError, ConfigError
 from allotrope.progress import show_progress
 from allotrope.request import Request, SamplingParams
 
@@ -27,6 +27,11 @@ class LocalModel:
         self.llm = LLM(**dataclasses.asdict(config))
         self.last_tokens = 0
         self._names = (f"cli-{number}" for number in itertools.count())
+
+    def check_chats(self, instead: str) -> None:
+        """Raise ConfigError if the model has no chat template. `instead`: what the user can do then."""
+        if self.llm.tokenizer.chat_template is None:
+            raise ConfigError(f"{self.llm.config.model} has no chat template, so it cannot take messages. {instead}")
 
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
         """Stream the answer to chat `messages`. Raises `InvalidRequest` if the request is invalid."""

@@ -65,6 +65,12 @@ class PromptReader:
     async def read_conversation(self, conversation: Conversation, variables: Mapping[str, Any]) -> RenderedPrompt:
         """The prompt of a conversation, rendered by the chat template with `variables`. Raises `InvalidRequest`."""
         self._check_size(sum(map(_length, conversation.messages)), "messages")
+        if self.template_for(tools=bool(variables.get("tools"))) is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it cannot take messages; start the server with --chat-template "
+                "FILE, or use /v1/completions.",
+                "messages",
+            )
         messages = named_answers(conversation.messages)
 
         def work() -> RenderedPrompt:

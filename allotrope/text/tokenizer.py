@@ -96,8 +96,7 @@ class Tokenizer:
             template = self.template_for(tools=bool(variables.get("tools")))
         if template is None:
             raise InvalidRequest(
-                "this model has no chat template, so it cannot take messages; start the server with --chat-template "
-                "FILE, or use /v1/completions.",
+                "this model has no chat template, so it cannot take messages; give one as template, or a text.",
                 "messages",
             )
         return render_chat(

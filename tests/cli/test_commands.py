@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_run import Run
+from tiny_model import write_tiny_model
 
 from allotrope.errors import AllotropeError, ConfigError, InvalidRequest, ModelError
 
@@ -46,6 +47,19 @@ def test_chat_keeps_history_until_it_is_cleared(run: Run, dummy: list[str]) -> N
     assert first == third != second
     assert len(re.findall(r"\[\d+ tokens, [\d.]+ tokens/s, first after \d+ ms\]", result.stderr)) == 3
     assert result.stderr.count("/clear forgets") == 2
+
+
+def test_a_model_without_chat_template_holds_no_conversation(run: Run, tmp_path: Path) -> None:
+    """It is said before anything is typed, and with what these commands can do."""
+    described = json.loads((write_tiny_model(tmp_path) / "tokenizer_config.json").read_text())
+    del described["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    dummy = [tmp_path, "--load-format", "dummy", "--kv-cache-memory-bytes", "32MB"]
+    with pytest.raises(ConfigError, match=f"no chat template.* allotrope generate {re.escape(str(tmp_path))} -p TEXT"):
+        run("chat", *dummy, typed="the cat\n")
+    for prompts in (["-p", "the cat"], ["-p", "the cat", "-p", "the dog"]):
+        with pytest.raises(ConfigError, match=r"no chat template.* Leave --chat out\."):
+            run("generate", *dummy, "--chat", *prompts)
 
 
 def test_chat_continues_after_a_message_that_is_too_long(run: Run, dummy: list[str]) -> None:
