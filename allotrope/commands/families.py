@@ -119,7 +119,7 @@ def _installation(as_json: bool) -> None:
 def _print_model(found: ModelBackends) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     console.print(f"{found.model}: {found.architecture} on {found.chip}, {found.dtype}", highlight=False, markup=False)
@@ -127,7 +127,9 @@ def _print_model(found: ModelBackends) -> None:
         for one in found.backends:
             console.print(f"- {one}", highlight=False, markup=False)
     else:
-        table = Table("layer type or operation", "shape", "layers", "backend", "why not the others")
+        # A value that is longer than its column goes on in the next line: none is cut off.
+        shape, others = (Column(title, overflow="fold") for title in ("shape", "why not the others"))
+        table = Table("layer type or operation", shape, "layers", "backend", others)
         for one in found.backends:
             passed = [f"{name}: {', '.join(reasons)}" for name, reasons in one.passed_over.items()]
             cells = (one.op, " ".join(one.numbers), one.layers, one.backend, "; ".join([*passed, *one.fallbacks]))
