@@ -108,7 +108,7 @@ def main() -> int:
     """Run the demo."""
     parser = argparse.ArgumentParser(description="Start a server and ask it one question.")
     parser.add_argument("model", type=Path)
-    parser.add_argument("--question", default="What is the capital of France?")
+    parser.add_argument("--question", default="What is a prime number?")
     options = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
