@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main(url: str) -> None:
@@ -35,4 +35,8 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")
+    address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+    try:
+        main(address)
+    except APIConnectionError:
+        sys.exit(f"cannot reach {address}. Is the server running? Start it with: allotrope serve MODEL")
