@@ -46,7 +46,7 @@ from bench.random_weights import with_layers  # noqa: E402
 RESULTS, CONFIGS = ROOT / "bench" / "results", ROOT / "bench" / "configs"
 FILES = ("engine_h200.json", "engine_h200_speculation.json")
 # Of runs whose prefill steps were replayed as graphs.
-NEWER = ("engine_h200_ranks.json", "engine_h200_ranks_ours.json")
+NEWER = ("engine_h200_ranks.json", "engine_h200_ranks_ours.json", "engine_h200_ranks_whole.json")
 # Offline, a step reads so many tokens of prompts (`LLM`).
 STEP_TOKENS = 16384
 # Requests at once of the cases that are left out of the first split.
