@@ -39,7 +39,7 @@ def triton_reasons(chip: Chip) -> list[str]:
     least = MIN_SHARED_MEMORY.get(chip.vendor, 0)
     if chip.shared_memory < least * 1024:
         reasons.append(f"shared_memory={chip.shared_memory // 1024} KiB (needs {least} KiB)")
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         reasons.append("triton is not installed")
     elif not reasons:
         reasons.extend(version_reasons(_triton_version()))
@@ -74,6 +74,11 @@ def version_reasons(version: str) -> tuple[str, ...]:
             *(version, oldest, newest),
         )
     return ()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
