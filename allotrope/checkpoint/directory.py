@@ -148,7 +148,7 @@ class DirectoryCheckpoint:
                 f"load them with Transformers' AutoModelForCausalLM.from_pretrained({self.source!r}) and save them "
                 f"with save_pretrained"
             )
-        return f"{missing}. Download the weights, or give --load-format dummy for random ones"
+        return f"{missing}. Download the weights, or give --load-format dummy for random ones (to verify: --random)"
 
     def _read_headers(self) -> dict[str, TensorHeader]:
         all_headers: dict[str, TensorHeader] = {}

@@ -181,7 +181,7 @@ def test_a_config_alone_serves_planning_and_dummy_weights(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("file", "advice"),
     [
-        (None, r"there is no model\.safetensors.*give --load-format dummy for random ones"),
+        (None, r"there is no model\.safetensors.*give --load-format dummy for random ones \(to verify: --random\)"),
         ("pytorch_model.bin", r"pytorch_model\.bin: pickles can run code and are not read\. Convert .*save_pretrained"),
         ("consolidated.safetensors", r"but consolidated\.safetensors: weights have to have one of these names"),
         ("tiny.gguf", r"but tiny\.gguf: give such a file itself as the model"),
