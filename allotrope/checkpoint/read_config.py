@@ -122,11 +122,12 @@ class ConfigReader:
 
     def unread(self) -> list[str]:
         """Keys that have a value and are unread."""
+        known = self._read | BOOKKEEPING | GENERATION
         return sorted(
             key
             for key, value in self.values.items()
             if value is not None
-            and key not in self._read | BOOKKEEPING | GENERATION
+            and key not in known
             # Written empty; heads that are gone would be another model.
             and (key, value) != ("pruned_heads", {})
         )
