@@ -9,9 +9,7 @@ runs on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from page_tables import filled, write
 
 from allotrope.attention.backend import AttentionBackend
 from allotrope.attention.csa import CsaSpec
@@ -32,7 +31,6 @@ from allotrope.kernels.chip import CHIPS, CPU, Chip
 from allotrope.ops.rope import RopeSpec
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "backends.md"
-BLOCK = re.compile(r"(<!-- table of (\w+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": BF16}
 Changes = Mapping[str, Any]
@@ -181,22 +179,8 @@ def table(name: str) -> str:
 
 def updated(page: str) -> str:
     """`page` with every table made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", page)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if a table is out of date")
-    options = parser.parse_args()
-    before = PAGE.read_text()
-    after = updated(before)
-    if before != after and options.check:
-        print(f"{PAGE.name} is out of date: run python scripts/backend_tables.py")
-        return 1
-    if before != after:
-        PAGE.write_text(after)
-    return 0
+    return filled(page, table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, updated, __doc__))

@@ -8,11 +8,11 @@ Plans read the configs of `bench/configs`, and no weight.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from page_tables import filled, write
 
 from allotrope.commands.planned_layouts import figures_for
 from allotrope.config import EngineConfig
@@ -20,7 +20,6 @@ from allotrope.engine.planning.plan_report import report_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
-BLOCK = re.compile(r"(<!-- table of recipes -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 CONTEXT, SEQUENCES, CHIP = 32768, 64, "h200"
 # Of full length, that GPUs have to hold at once.
 LEAST = 16
@@ -70,23 +69,8 @@ def row(recipe: Recipe) -> str:
 def updated(page: str) -> str:
     """`page` with its table made anew."""
     head = "| model | command | H200s | weights of each | tokens of context | drafts |\n|---|---|---:|---:|---:|---|\n"
-    table = head + "".join(map(row, RECIPES))
-    return BLOCK.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", page)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if the table is out of date")
-    options = parser.parse_args()
-    before = PAGE.read_text()
-    after = updated(before)
-    if before != after and options.check:
-        print(f"{PAGE.name} is out of date: run python scripts/recipe_table.py")
-        return 1
-    if before != after:
-        PAGE.write_text(after)
-    return 0
+    return filled(page, lambda _: head + "".join(map(row, RECIPES)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, updated, __doc__))

@@ -172,17 +172,23 @@ def test_every_variable_of_the_environment_is_in_the_command_line_page() -> None
     assert {name for row in rows for name in ours.findall(row)} == read - backends
 
 
+def run_script(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a script defines. Its folder is where Python looks first, as when it is run."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return runpy.run_path(str(ROOT / "scripts" / name))
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: compiled backends take no layer")
-def test_the_tables_of_backends_are_what_they_take() -> None:
+def test_the_tables_of_backends_are_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    script = runpy.run_path(str(ROOT / "scripts" / "backend_tables.py"))
+    script = run_script("backend_tables.py", monkeypatch)
     page = (ROOT / "docs" / "backends.md").read_text()
     assert set(re.findall(r"<!-- table of (\w+) -->", page)) == set(FAMILIES)
     assert script["updated"](page) == page, "run python scripts/backend_tables.py"
 
 
-def test_the_table_of_recipes_is_what_plans_say() -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "recipe_table.py"))
+def test_the_table_of_recipes_is_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = run_script("recipe_table.py", monkeypatch)
     page = (ROOT / "docs" / "recipes.md").read_text()
     assert script["updated"](page) == page, "run python scripts/recipe_table.py"
     for recipe in script["RECIPES"]:
