@@ -36,7 +36,7 @@ from allotrope.architectures.registry import read_spec  # noqa: E402
 from allotrope.checkpoint.checkpoint import locate, open_checkpoint  # noqa: E402
 from allotrope.config import EngineConfig  # noqa: E402
 from allotrope.engine.load_plan import resolve_load_plan  # noqa: E402
-from allotrope.engine.ranks.multiprocess_executor import refuse_devices  # noqa: E402
+from allotrope.engine.ranks.distributed_executor import refuse_devices  # noqa: E402
 from allotrope.errors import AllotropeError, ConfigError, EngineDead, ModelError  # noqa: E402
 from allotrope.eval.figures import Measured, measure  # noqa: E402
 from allotrope.eval.items import Items, make_items  # noqa: E402

@@ -310,16 +310,16 @@ def test_every_host_loads_through_one_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "importer"),
+    ("source", "name", "importers"),
     [
-        ("engine.worker", "Worker", "engine.ranks.multiprocess_executor"),
-        ("engine.worker", "prepare_rank", "engine.ranks.multiprocess_executor"),
-        ("engine.ranks.multiprocess_executor", "MultiprocessExecutor", "engine.engine"),
+        ("engine.worker", "Worker", {"engine.ranks.distributed_executor", "engine.ranks.worker_loop"}),
+        ("engine.worker", "prepare_rank", {"engine.ranks.distributed_executor", "engine.ranks.worker_loop"}),
+        ("engine.ranks.distributed_executor", "DistributedExecutor", {"engine.engine"}),
     ],
 )
-def test_start_up_is_told_once(source: str, name: str, importer: str) -> None:
-    """Tensor parallel size 1 is the case without worker processes, not a start of its own."""
-    assert _importers(f"allotrope.{source}", name) == {f"allotrope.{importer}"}
+def test_start_up_is_told_once(source: str, name: str, importers: set[str]) -> None:
+    """By rank 0 and by the loop of the others: one rank is the case without them, not a start of its own."""
+    assert _importers(f"allotrope.{source}", name) == {f"allotrope.{importer}" for importer in importers}
 
 
 def test_the_engine_uses_only_declared_members_of_its_executor() -> None:

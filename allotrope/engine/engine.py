@@ -23,7 +23,7 @@ from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.observer import Observer
 from allotrope.engine.pipeline_loop import PipelineLoop
 from allotrope.engine.planning.plan_report import ModelReport, describe
-from allotrope.engine.ranks.multiprocess_executor import MultiprocessExecutor
+from allotrope.engine.ranks.distributed_executor import DistributedExecutor
 from allotrope.engine.report import EngineLimits, EngineStats
 from allotrope.engine.requests import RequestTable
 from allotrope.engine.sampling_defaults import Defaults, eos_ids, read_sampling_defaults, values_not_taken
@@ -62,7 +62,7 @@ class Engine:
         """
         refuse_options(file_reasons("expert_load_file", config.expert_load_file))
         self._config, self._closed = config, False
-        self._executor: Executor = MultiprocessExecutor.start(config, on_death, preferred_tokens)
+        self._executor: Executor = DistributedExecutor.start(config, on_death, preferred_tokens)
         load_plan, self.memory = self._executor.load_plan, self._executor.memory
         self._load_plan, self._device = load_plan, load_plan.build.device
         self.limits = _limits(config, load_plan)

@@ -13,7 +13,7 @@ from allotrope.checkpoint.checkpoint import Checkpoint, locate, tokenizer_path
 from allotrope.config import EngineConfig
 from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.planning.planned_backends import planned_backends
-from allotrope.engine.ranks.multiprocess_executor import refuse_devices
+from allotrope.engine.ranks.distributed_executor import refuse_devices
 from allotrope.errors import ConfigError, EngineDead, InvalidRequest, ModelError, refuse_options
 from allotrope.eval.answers import Answers, ask_engine
 from allotrope.eval.figures import Measured, measure

@@ -14,8 +14,8 @@ from engine.rank_faults import FaultyEngine
 from engine.speculating import LOADED, directory, mixed_requests, several_at_once, speculating
 from engine.static_ranks import start_static_ranks
 from engine.static_reference import static_steps
+from engine.test_distributed_executor import QUICK, compare, write
 from engine.test_expert_parallel import WITH_EXPERTS
-from engine.test_multiprocess_executor import QUICK, compare, write
 from engine.test_rank_faults import assert_ended
 from engine.test_structured_output import HELD, answers, assert_valid
 from engine.watching import GREEDY, assert_idle, assert_same, drain, engine, outputs, request, run

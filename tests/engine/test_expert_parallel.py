@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_multiprocess_executor import ASKED, compare, write
+from engine.test_distributed_executor import ASKED, compare, write
 from engine.watching import assert_same, engine, run
 from quantized_twins import write_int4_twin, write_twin
 

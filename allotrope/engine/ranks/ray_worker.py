@@ -22,12 +22,12 @@ from allotrope.cache.memory import MemoryPlan
 from allotrope.config import EngineConfig
 from allotrope.engine.call_stack import failed_in_collective
 from allotrope.engine.packed_step import PackedStep, Words
-from allotrope.engine.ranks.multiprocess_executor import run_rank
 from allotrope.engine.ranks.rank_board import LOADED, RankBoard, Signs
 from allotrope.engine.ranks.rank_group import RankGroup
 from allotrope.engine.ranks.rank_monitor import RankMonitor, describe_error
 from allotrope.engine.ranks.ray_placement import device_of, gpu_ids_here
 from allotrope.engine.ranks.step_channel import Command
+from allotrope.engine.ranks.worker_loop import run_rank
 from allotrope.errors import AllotropeError
 
 # Threads of the actor beside the one that runs the rank.

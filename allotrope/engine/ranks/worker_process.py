@@ -21,7 +21,7 @@ from allotrope.env import spin_setting
 
 _BOOT = (
     "from allotrope.engine.ranks.lifeline import end_with_parent; end_with_parent({lifeline}, {parent}); "
-    "from allotrope.engine.ranks.multiprocess_executor import run_worker_process; run_worker_process({control})"
+    "from allotrope.engine.ranks.worker_loop import run_worker_process; run_worker_process({control})"
 )
 _RANK = struct.Struct("<q")
 _RELEASED = b"released"

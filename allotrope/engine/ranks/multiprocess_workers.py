@@ -28,7 +28,7 @@ from allotrope.engine.ranks.workers import Workers
 _CLOSE_SECONDS, _RELEASE_SECONDS = 2.0, 5.0
 
 
-class WorkerProcesses(Workers):
+class MultiprocessWorkers(Workers):
     """The processes of all ranks but 0, in the order of the ranks."""
 
     def __init__(self, config: EngineConfig, size: int, on_death: OnDeath | None) -> None:
