@@ -295,7 +295,7 @@ def _limits(config: EngineConfig, load_plan: LoadPlan) -> EngineLimits:
         max_model_len=load_plan.max_model_len,
         vocab_size=load_plan.spec.vocab_size,
         max_num_seqs=load_plan.max_num_seqs * config.data_parallel_size,
-        eos_ids=eos_ids(checkpoint.generation_config, checkpoint.config),
+        eos_ids=eos_ids(checkpoint.source, checkpoint.generation_config, checkpoint.config),
         model_dtype=str(load_plan.build.dtype).removeprefix("torch."),
         device_type=load_plan.build.device.type,
         sampling_defaults=_sampling_defaults(config, checkpoint),

@@ -95,16 +95,18 @@ def values_not_taken(config: Mapping[str, object]) -> list[str]:
     ]
 
 
-def eos_ids(*sources: Mapping[str, object]) -> tuple[int, ...]:
-    """`eos_token_id` of the first source that has one, itself or in its text part; it may be a number or a list."""
-    for source in sources:
-        text, value = source.get("text_config"), source.get("eos_token_id")
+def eos_ids(source: str, *configs: Mapping[str, object]) -> tuple[int, ...]:
+    """`eos_token_id` of the first config that has one, itself or in its text part; it may be a number or a list. Raises
+    ModelError for anything else: sequences of `source` would never end."""
+    for config in configs:
+        text, value = config.get("text_config"), config.get("eos_token_id")
         if value is None and isinstance(text, Mapping):
             value = text.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(int(token) for token in value)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(one) is not int for one in ids):
+            raise ModelError(source, [f"eos_token_id={value!r} is neither a token id nor a list of them"])
+        if ids:
+            return tuple(ids)
     return ()
 
 

@@ -47,7 +47,7 @@ def ask_transformers(
     checkpoint = load_plan.checkpoint if reference is None else open_checkpoint(reference)
     path = locate(reference or config.model, revision=config.revision if reference is None else None)
     model = load_transformers(path, checkpoint.config, torch.float32, len(load_plan.specs))
-    ends = {*tokenizer.eos_ids, *eos_ids(checkpoint.generation_config, checkpoint.config)}
+    ends = {*tokenizer.eos_ids, *eos_ids(checkpoint.source, checkpoint.generation_config, checkpoint.config)}
     tasks: dict[str, tuple[Answer, ...]] = {}
     for name, asked in items.tasks.items():
         log(f"Transformers: {name}")

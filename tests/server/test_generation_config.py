@@ -166,11 +166,17 @@ def test_fields_that_are_read() -> None:
 
 def test_the_first_file_that_names_ids_ends_sequences() -> None:
     config = {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}
-    assert eos_ids({"eos_token_id": [1, 2]}, config) == (1, 2)
-    assert eos_ids({}, config) == (3,)
+    assert eos_ids("here", {"eos_token_id": [1, 2]}, config) == (1, 2)
+    assert eos_ids("here", {}, config) == (3,)
     # As of a multimodal model, whose text part alone names one.
-    assert eos_ids({}, config | {"eos_token_id": None}) == (4,)
-    assert eos_ids({}, {"text_config": None}) == ()
+    assert eos_ids("here", {}, config | {"eos_token_id": None}) == (4,)
+    assert eos_ids("here", {}, {"text_config": None}) == ()
+
+
+@pytest.mark.parametrize("value", ["2", [1, "2"], 2.0, True, {"id": 2}])
+def test_ids_that_end_sequences_are_integers(value: object) -> None:
+    with pytest.raises(ModelError, match=r"eos_token_id=.* is neither a token id nor a list of them"):
+        eos_ids("here", {"eos_token_id": value})
 
 
 def test_values_out_of_range_are_refused_with_every_reason() -> None:
