@@ -44,11 +44,13 @@ _LOG_SECONDS = 10.0
 
 @dataclass
 class Counts:
-    """Lines of a batch. `kept`: answered by an earlier run. `answered`, `failed`: by this one."""
+    """Lines of a batch. `kept`: answered by an earlier run. `answered`, `failed`: by this one. `first_fault`: of the
+    first one that failed."""
 
     kept: int = 0
     answered: int = 0
     failed: int = 0
+    first_fault: str | None = None
 
     def __str__(self) -> str:
         kept = f", {self.kept} answered before" if self.kept else ""
@@ -106,12 +108,14 @@ async def _work(
         answer = None if line.fault is not None else await _ask(app, line)
         if (reason := why_dead()) is not None:
             raise AllotropeError(f"the engine has ended: {reason}. Run the command again to go on")
-        out.write(json.dumps(_written(line, answer), ensure_ascii=False) + "\n")
+        written = _written(line, answer)
+        out.write(json.dumps(written, ensure_ascii=False) + "\n")
         out.flush()
         if answer is not None and answer.status == _OK:
             counts.answered += 1
         else:
             counts.failed += 1
+            counts.first_fault = counts.first_fault or _reason(written)
 
 
 async def _ask(app: ASGIApp, line: _Line) -> Answered:
@@ -142,6 +146,14 @@ def _written(line: _Line, answer: Answered | None) -> Json:
         "response": response,
         "error": error,
     }
+
+
+def _reason(written: Json) -> str:
+    """Why a line of the output failed."""
+    if (error := written["error"]) is None:
+        answer = written["response"]
+        error = (answer["body"] or {}).get("error", {"message": f"HTTP {answer['status_code']}"})
+    return f"{written['custom_id'] or 'a line without custom_id'}: {error['message']}"
 
 
 def _lines(source: Path) -> Iterator[_Line]:
@@ -265,4 +277,6 @@ async def _run(
     finally:
         await client.stop()
     print(f"{counts}; answers are in {target}", file=sys.stderr)
+    if counts.first_fault is not None:
+        print(f"the first that failed: {counts.first_fault}", file=sys.stderr)
     return 1 if counts.failed else 0

@@ -109,6 +109,7 @@ def test_lines_are_answered_and_a_run_goes_on(model: Path, tmp_path: Path) -> No
     source.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[0]) + "\n")
     status, messages = run(model, source, target)
     assert status == 1 and "1 failed, 1 answered before" in messages
+    assert "the first that failed: chat: line 2 has custom_id" in messages
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
