@@ -5,9 +5,11 @@ Owns types, device, attention specs, cache groups and limits of a step. Must not
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from allotrope.architectures.registry import Architecture, read_spec
 from allotrope.attention.family import Spec
@@ -40,6 +42,8 @@ from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.registry import registered_ops
 from allotrope.ops.sampling.sampler import Sampler
+
+log = logging.getLogger("allotrope.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Rows of a decode step that drafts may fill where sequences alone are fewer: so many read weights as few do.
@@ -208,6 +212,8 @@ def resolve_load_plan(
         meta = make_meta_decoder(architecture, spec, build)
         _refuse_experts(config, meta if build.stage is None else _whole(architecture, spec, build), build)
         weight_bytes = weight_bytes_of(meta)
+        if config.quantization is not None and parallel.world_rank == 0:
+            _warn_of_plain_experts(config, meta)
         draft_build: Build | None = None
         if draft is not None:
             assert draft_checkpoint is not None
@@ -328,6 +334,20 @@ def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip
             "Leave it out."
         )
     checkpoint.config["quantization_config"] = wanted
+
+
+def _warn_of_plain_experts(config: EngineConfig, meta: nn.Module) -> None:
+    """If most of the weights are experts that stay plain. `meta`: the model, made without memory."""
+    experts = [module for module in meta.modules() if isinstance(module, Experts)]
+    plain = [one for module in experts for name, one in module.named_parameters() if name in ("gate_up", "down")]
+    share = sum(one.nbytes for one in plain) / sum(one.nbytes for one in meta.parameters())
+    if share > 0.5:
+        log.warning(
+            "quantization=%s: experts stay plain, %.0f %% of the weights' bytes: their inputs are no whole number of "
+            "groups, or are stored before their outputs",
+            config.quantization,
+            100 * share,
+        )
 
 
 def _refuse_unkept(config: EngineConfig, quantized: Build, build: Build) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,13 @@ def test_what_cannot_be_is_refused(sparse: Path, tmp_path: Path) -> None:
     stated = {**tiny_qwen3(), "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(stated))
     assert "is quantized (fp8). Leave it out." in refused(tmp_path, quantization="int4", load_format="dummy")
+
+
+def test_experts_that_stay_plain_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of gpt-oss in bfloat16, whose stored experts have their inputs first."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_gpt_oss()))
+    resolve_load_plan(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", quantization="int8"))
+    assert re.search(r"quantization=int8: experts stay plain, \d\d % of the weights' bytes", caplog.text)
 
 
 def test_rounding_of_activations_needs_blocks(sparse: Path) -> None:
