@@ -160,7 +160,7 @@ def mode_table(report: Report) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Column, Table
 
-    figures = ("positions", "max error", "rel. RMS", "top-1", "greedy", "argmax\ntie", "router\ntie")
+    figures = ("positions", "max\nerror", "median\nerror", "rel. RMS", "top-1", "greedy", "argmax\ntie", "router\ntie")
     right = [Column(name, justify="right", no_wrap=True) for name in figures]
     table = Table(Column("mode", no_wrap=True), *right, Column("verdict", no_wrap=True), box=SIMPLE_HEAD)
     for result in report.modes:
@@ -170,6 +170,7 @@ def mode_table(report: Report) -> Table:
             cells = [
                 str(score.positions),
                 f"{score.max_abs:.2g}",
+                f"{score.median_abs:.2g}",
                 f"{score.rel_rms:.1e}",
                 f"{score.top1:.1%}",
                 f"{score.greedy_same}/{score.greedy_total}",

@@ -33,7 +33,7 @@ def test_right_is_status_0_and_says_what_was_compared_with_what(stored: Path) ->
     assert lines[-1].startswith("PASS: 2 of 2 modes agree with outputs stored in")
     for name in ("whole", "chunked-3"):
         (row,) = [line.split() for line in lines if line.split()[:1] == [name] and "pass" in line]
-        assert row[4:6] == ["100.0%", "5/5"]
+        assert row[5:7] == ["100.0%", "5/5"]
 
 
 def test_wrong_is_status_1_and_names_the_layer(tiny: Tiny, spoil: Spoil, tmp_path: Path) -> None:
