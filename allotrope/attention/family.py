@@ -118,7 +118,7 @@ class CacheFormat:
 def plain_entries(spec: Any, cache: CacheFormat) -> Any:
     """`Family.with_cache` of a family whose entries have one format. Raises ValueError for another one."""
     if cache.row_format != "plain":
-        raise ValueError(f"{spec.family}: row_format={cache.row_format!r}; its rows are plain")
+        raise ValueError(f"{spec.family}: kv_cache_dtype=fp8_ds_mla is for latents, and it has none; try fp8")
     return spec
 
 

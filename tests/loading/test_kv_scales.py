@@ -121,7 +121,7 @@ def test_rows_with_factors_of_their_own(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_plain_rows_have_no_factors(tiny: TinyCheckpoint) -> None:
-    with pytest.raises(ModelError, match="mha: row_format='scaled'; its rows are plain"):
+    with pytest.raises(ModelError, match="mha: kv_cache_dtype=fp8_ds_mla is for latents"):
         engine(tiny.directory, kv_cache_dtype="fp8_ds_mla")
 
 

@@ -154,7 +154,7 @@ def test_scales_of_quantized_weights(tmp_path: Path) -> None:
     [
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' is not supported by Allotrope's models"),
         ({"kv_cache_dtype": "nvfp4"}, "(allowed: auto, bfloat16, float16, float32, fp8, fp8_e4m3, fp8_ds_mla)"),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "mha: row_format='scaled'; its rows are plain"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "mha: kv_cache_dtype=fp8_ds_mla is for latents"),
         (
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
             "another type of cache for some layers is not supported by Allotrope's models",
