@@ -1,9 +1,10 @@
 """The scheduler chooses the sequences of the next step, and the number of tokens of each.
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
-no single one taking more than half of it while others could run; if pages run out, the sequence that arrived last is
-preempted: it gives its pages up and is computed again once all its tokens have room. Draft tokens get what is left of
-tokens and pages, and preempt nobody. The plan depends on the requests and their order alone.
+no single one taking more than half of it while others could run; a prompt starts once there are pages for all of it,
+beside the prompts that run; if pages run out, the sequence that arrived last is preempted: it gives its pages up and is
+computed again. Draft tokens get what is left of tokens and pages, and preempt nobody. The plan depends on the requests
+and their order alone.
 """
 
 from __future__ import annotations
@@ -214,6 +215,8 @@ class Scheduler:
         """Start waiting sequences in order, while tokens, sequences and pages last."""
         blocked: list[Sequence] = []
         most = self._max_rows
+        # Prompt tokens of later steps.
+        ahead = sum(max(0, seq.uncomputed - rows.get(seq, 1)) for seq in self.running)
         while self.waiting and budget.tokens > 0 and len(self.running) < self.max_sequences and len(rows) < most:
             seq = self.waiting.popleft()
             if seq.blocked:
@@ -222,27 +225,30 @@ class Scheduler:
             if budget.prompt_logprobs <= 0 and seq.computes_prompt_logprobs:
                 self.waiting.appendleft(seq)
                 break
-            tokens = self._start(seq, budget, share)
+            tokens = self._start(seq, budget, share, ahead)
             if not tokens:
                 self._without_pages = (seq, self._step + _ADMISSION_STEPS, self._available)
                 self.waiting.appendleft(seq)
                 break
             self.running.append(seq)
             rows[seq] = tokens
+            ahead += seq.uncomputed - tokens
             budget.spend(seq, tokens)
         self.waiting.extendleft(reversed(blocked))
 
-    def _start(self, seq: Sequence, budget: _Budget, share: int) -> int:
-        """Give a waiting sequence pages for its first tokens. Returns the number of these, 0 if there is no room."""
+    def _start(self, seq: Sequence, budget: _Budget, share: int, ahead: int) -> int:
+        """Give a waiting sequence pages for its first tokens. Returns the number of these, 0 if there is no room.
+        `ahead`: prompt tokens of running sequences that have none yet.
+        """
         # Alone it has room, though perhaps not beside its cached prefix: pages of that may lie in too many units.
         for _ in range(1 if self.running else 2):
             if not self.kv_cache_manager.allocate(seq):
                 return 0
             tokens = budget.chunk(seq, share)
-            # One that was preempted waits for room for all its tokens, or it would be computed over and over in vain.
-            ahead = seq.uncomputed - tokens if seq.started and self.running else 0
+            # Whole prompts have room beside each other, or tokens would be computed in vain.
+            left = ahead + seq.uncomputed - tokens if self.running else 0
             # A page for each running sequence stays free, or the newcomer would soon be preempted.
-            if self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running), ahead=ahead):
+            if self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running), ahead=left):
                 return tokens
             self.kv_cache_manager.free(seq, evict=not self.running)
         return 0
