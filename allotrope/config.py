@@ -180,6 +180,11 @@ class EngineConfig:
         None,
     )
     enable_prefix_caching: bool = option("Reuse cached pages of equal prompt beginnings.", True)
+    scheduler_reserve_full_isl: bool = option(
+        "Start a prompt once there are pages for all of it, beside the prompts that run; else once its first chunk has "
+        "some: more requests run, and some are preempted and computed again.",
+        True,
+    )
     attention_backend: str | None = option(
         "Backend per family, such as 'mha=reference'; default: the first that can run each layer.", None
     )

@@ -31,8 +31,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "enable_prefix_caching",
     ),
     "Steps": (
-        "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "attention_backend", "op_backend", "cuda_graphs",
-        "async_scheduling", "step_log_seconds", "structured_outputs_backend",
+        "max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "scheduler_reserve_full_isl", "attention_backend",
+        "op_backend", "cuda_graphs", "async_scheduling", "step_log_seconds", "structured_outputs_backend",
         "speculative_config",
     ),
 }  # fmt: skip

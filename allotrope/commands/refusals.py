@@ -157,7 +157,7 @@ _FOR: dict[str, str] = {
     "the limit of a step is --max-num-seqs": "--max-num-active-seqs",
     "the queue is limited in requests: --max-num-waiting": "--max-num-queued-tokens",
     "the scheduler has no such setting; see --max-num-seqs and --max-num-batched-tokens": (
-        "--scheduler-reserve-full-isl --watermark --prefill-schedule-interval --performance-mode "
+        "--watermark --prefill-schedule-interval --performance-mode "
         "--use-v2-block-manager --scheduler-delay-factor --num-scheduler-steps --multi-step-stream-outputs "
         "--preemption-mode --disable-async-output-proc --schedule-policy --schedule-conservativeness "
         "--enable-mixed-chunk"

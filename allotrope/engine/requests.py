@@ -51,6 +51,7 @@ class RequestTable:
                 max_decodes=max_decodes,
                 lookahead=lookahead,
                 stages=stages,
+                reserve_full_isl=config.scheduler_reserve_full_isl,
             )
             for dp_rank in range(config.data_parallel_size)
         )

@@ -2,9 +2,9 @@
 
 Rules: a decoding sequence always gets its token; what is left of the token budget goes to prompts in order of arrival,
 no single one taking more than half of it while others could run; a prompt starts once there are pages for all of it,
-beside the prompts that run; if pages run out, the sequence that arrived last is preempted: it gives its pages up and is
-computed again. Draft tokens get what is left of tokens and pages, and preempt nobody. The plan depends on the requests
-and their order alone.
+beside the prompts that run (`scheduler_reserve_full_isl`); if pages run out, the sequence that arrived last is
+preempted: it gives its pages up and is computed again. Draft tokens get what is left of tokens and pages, and preempt
+nobody. The plan depends on the requests and their order alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _ADMISSION_STEPS = 16
 class Scheduler:
     """`max_sequences`, `max_tokens`: limits of one step. `max_decodes`: rows with one token, drafts among them.
     `lookahead`: tokens behind the sampled one that a draft model stores before the next step. `stages`: as many steps
-    may be in flight, each with its part of the sequences.
+    may be in flight, each with its part of the sequences. `reserve_full_isl`: whether a prompt starts once all of it
+    has pages, or its first chunk.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Scheduler:
         max_decodes: int = 0,
         lookahead: int = 0,
         stages: int = 1,
+        reserve_full_isl: bool = True,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
+        self._reserve_full_isl = reserve_full_isl
         self.max_sequences, self.max_tokens, self._stages = max_sequences, max_tokens, stages
         self.max_decodes, self.lookahead = max(max_decodes, max_sequences), lookahead
         self.running: list[Sequence] = []
@@ -245,8 +248,10 @@ class Scheduler:
             if not self.kv_cache_manager.allocate(seq):
                 return 0
             tokens = budget.chunk(seq, share)
-            # Whole prompts have room beside each other, or tokens would be computed in vain.
-            left = ahead + seq.uncomputed - tokens if self.running else 0
+            # Whole prompts have room beside each other, or tokens would be computed in vain: over and over by one that
+            # was preempted, wherefore it waits for room in any case.
+            whole = self.running and (self._reserve_full_isl or seq.started)
+            left = ahead + seq.uncomputed - tokens if whole else 0
             # A page for each running sequence stays free, or the newcomer would soon be preempted.
             if self.kv_cache_manager.reserve(seq, tokens, spare=len(self.running), ahead=left):
                 return tokens

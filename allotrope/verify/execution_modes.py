@@ -256,6 +256,7 @@ def tight_settings(config: EngineConfig, longest: int, windows: int, reuse: bool
         "max_num_batched_tokens": max(64, _TIGHT),
         "page_size": min(4, config.page_size),
         "enable_prefix_caching": reuse,
+        "scheduler_reserve_full_isl": False,
     }
     demand = Demand(context=longest, sequences=windows, step_tokens=max(64, _TIGHT), reuse=reuse)
     load_plan = resolve_load_plan(dataclasses.replace(config, **settings), Parallel.of(config.layout))

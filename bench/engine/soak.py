@@ -194,7 +194,7 @@ def soak(config: EngineConfig, count: int, longest: int, most_output: int, seed:
     )
     tight = make_plan(load_plan.groups, demand, longest + longest // 2).bytes
     roomy = make_plan(load_plan.groups, dataclasses.replace(demand, sequences=1), 2 * longest).bytes
-    engine = Engine(dataclasses.replace(config, kv_cache_memory_bytes=tight))
+    engine = Engine(dataclasses.replace(config, kv_cache_memory_bytes=tight, scheduler_reserve_full_isl=False))
     started = time.monotonic()
     together, aborted, grown = run_together(engine, requests, seed)
     seconds = time.monotonic() - started

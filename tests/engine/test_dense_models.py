@@ -107,6 +107,7 @@ def test_preemption_changes_nothing(
             max_num_seqs=8,
             page_size=4,
             kv_cache_memory_bytes=max(needed, 1) * 5 // 4 + 4096,
+            scheduler_reserve_full_isl=False,
             enable_prefix_caching=caching,
         )
         for _ in range(2):

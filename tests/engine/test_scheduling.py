@@ -208,6 +208,7 @@ def test_random_load_equals_each_request_alone(model: Path) -> None:
         max_num_batched_tokens=40,
         page_size=4,
         kv_cache_memory_bytes=needed or roomy.memory.bytes // 2,
+        scheduler_reserve_full_isl=False,
     )
     wanted, got, aborted = {}, {}, set()
     for number in range(60):

@@ -58,7 +58,7 @@ def tight(directory: Path, factor: float, **options: Any) -> Engine:
     load_plan = resolve_load_plan(EngineConfig(model=str(directory), **settings))
     demand = Demand(context=CONTEXT, sequences=1, step_tokens=STEP, reuse=False)
     needed = make_plan(load_plan.groups, demand, CONTEXT).bytes
-    return engine(directory, kv_cache_memory_bytes=int(factor * needed), **settings)
+    return engine(directory, kv_cache_memory_bytes=int(factor * needed), scheduler_reserve_full_isl=False, **settings)
 
 
 @pytest.fixture(params=NAMES)

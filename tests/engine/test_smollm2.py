@@ -100,7 +100,8 @@ def test_batched_with_background_requests_and_chunked(
 
 def test_forced_preemption(smollm2_path: str, ids: Mapping[str, list[int]], want: Mapping[str, list[int]]) -> None:
     row = 2 * 30 * 3 * 64 * 4
-    running = engine(smollm2_path, max_model_len=144, max_num_seqs=5, kv_cache_memory_bytes=300 * row)
+    few = {"kv_cache_memory_bytes": 300 * row, "scheduler_reserve_full_isl": False}
+    running = engine(smollm2_path, max_model_len=144, max_num_seqs=5, **few)
     assert_same(run(running, asked(ids)), want)
     assert running.stats().preemptions > 0
     assert_idle(running)

@@ -136,7 +136,9 @@ def settings(name: str, kind: str, k: int, mode: str) -> dict[str, Any]:
     speculation = speculative_config(directory(name), kind.partition("-")[0] if kind in HEADS else "ngram", k)
     config = EngineConfig(model=str(directory(name)), dtype="float32", speculative_config=speculation, **LOADED)
     tight = tight_settings(config, 96, 8, reuse=True)
-    return {key: tight[key] for key in ("max_model_len", "page_size", "kv_cache_memory_bytes")}
+    return {
+        key: tight[key] for key in ("max_model_len", "page_size", "kv_cache_memory_bytes", "scheduler_reserve_full_isl")
+    }
 
 
 def poison(running: Engine) -> None:
