@@ -135,7 +135,9 @@ def page_views(layout: CacheLayout, pages: torch.Tensor) -> dict[str, torch.Tens
         if any(number % field.dtype.itemsize for number in (start, size, step, pages.storage_offset())):
             raise ValueError(f"field {field.name} of {field.dtype} is not aligned in rows of {size} bytes")
         cell = cells[..., start : start + field.bytes].view(field.dtype)
-        fields[field.name] = cell.view(*cell.shape[:-1], *field.shape)
+        # Rows keep their stride where a page has one alone, which `view` would not.
+        strides = (*cell.stride()[:-1], *torch.empty(field.shape, device="meta").stride())
+        fields[field.name] = cell.as_strided((*cell.shape[:-1], *field.shape), strides)
         start += field.bytes
     return fields
 

@@ -99,6 +99,13 @@ def test_architecture(architecture: str, tmp_path: Path) -> None:
         assert far < 2 * usual + 0.01, f"{far:.3f} from fp32; our own engine {usual:.3f}"
 
 
+def test_pages_of_one_token(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("DeepseekV3ForCausalLM", tmp_path)
+    asked = prompts((1, 5, 45), vocab_size=300)
+    with hosted(tmp_path, block_size=1) as running:
+        assert [answer.ids for answer in running.answers(asked, COUNT)] == checkpoint.ours(asked)
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "GptOssForCausalLM"])
 def test_weights_stay_quantized(architecture: str, tmp_path: Path) -> None:
     """As in our own engine, from the codes and scales that vLLM hands over one by one."""

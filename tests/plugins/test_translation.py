@@ -115,6 +115,14 @@ def test_views_of_whole_pages_share_their_memory() -> None:
     assert memory[1].view(torch.float32).view(4, 10)[:, :6].sum() == 12
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_of_whole_pages_are_as_far_apart_as_they_are_long(rows: int) -> None:
+    """Kernels go from row to row by this stride alone, across pages as well."""
+    layout = PagedRows((Field("c", (6,), torch.float32), Field("k_pe", (2, 1), torch.float32)))
+    for view in page_views(layout, torch.zeros(5, page_bytes(layout, rows), dtype=torch.uint8)).values():
+        assert view.stride()[:2] == (8 * rows, 8)
+
+
 def test_states_may_have_longer_pages() -> None:
     layout = StateSlots((Field("conv", (3, 2), torch.bfloat16), Field("ssm", (2, 2), torch.float32)))
     found = page_views(layout, torch.zeros(4, 64, dtype=torch.uint8)[:, :40])
