@@ -9,6 +9,10 @@ import torch
 from allotrope.checkpoint.checkpoint import Checkpoint, CheckpointView, TensorHeader
 from allotrope.errors import ModelError
 
+FOREIGN_WEIGHTS = "is not supported by Allotrope's models, which are loaded whole, from the checkpoint's own tensors"
+# Loaders of hosts that fill parameters with what they saved of a model in memory, quantize, or go layer by layer.
+FOREIGN_FORMATS = ("sharded_state", "runai_streamer_sharded", "presharded", "flash_rl", "layered")
+
 
 class StreamedWeights(CheckpointView):
     """The weights that a host hands over one by one. CPU tensors of safetensors files stay mapped: they take no

@@ -29,6 +29,7 @@ LACKING = "is not supported by Allotrope's models"
             f"transfer of caches (kv_transfer_config) {LACKING}",
         ),
         ({"enable_lora": True}, f"LoRA {LACKING}"),
+        ({"load_format": "sharded_state"}, f"load_format=sharded_state {LACKING}"),
         ({"quantization": "fp8", "dtype": "bfloat16"}, f"quantizing a plain checkpoint {LACKING}"),
         ({"additional_config": {"allotrope": {"attention_backends": "mha=reference"}}}, "'attention_backends'"),
         ({"additional_config": {"allotrope": "mha=reference"}}, "allotrope='mha=reference' is not understood"),
@@ -189,6 +190,23 @@ def test_dummy_weights_are_whole(tmp_path: Path) -> None:
     with hosted(path, load_format="dummy", block_size=16) as running:
         answers = running.answers(ASKED, COUNT)
     assert all(answer.logprobs.isfinite().all() for answer in answers)
+
+
+def test_weights_that_come_past_the_model_are_refused(tmp_path: Path) -> None:
+    """By a loader that fills parameters under their own names, as vLLM's registry takes them from anyone."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader("in_place")
+    class InPlace(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.zero_()
+
+    assert_refused(write("LlamaForCausalLM", tmp_path), {"load_format": "in_place"}, f"load_format=in_place {LACKING}")
 
 
 def test_states_move_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from allotrope.loading.kv_scales import FP8
 from allotrope.plugins.hosted_build import read_options
 from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
 from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
+from allotrope.plugins.weights import FOREIGN_FORMATS, FOREIGN_WEIGHTS
 
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
@@ -168,6 +169,8 @@ def _refuse(args: Any) -> None:
         f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", *KV_DTYPES),
     } | {f"{what} ({option})": _is_wanted(getattr(args, option, None)) for option, what in _UNSEEN.items()}
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
+    if args.load_format in FOREIGN_FORMATS:
+        reasons.append(f"load_format={args.load_format} {FOREIGN_WEIGHTS}")
     if reasons:
         raise ModelError(args.model_path, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
 

@@ -40,7 +40,7 @@ from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.sglang.request_tables import RequestTables
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
-from allotrope.plugins.weights import StreamedWeights
+from allotrope.plugins.weights import FOREIGN_WEIGHTS, StreamedWeights
 
 log = logging.getLogger("sglang.allotrope")
 _LOADED_ONCE = "weights cannot be loaded a second time; start SGLang anew"
@@ -103,7 +103,7 @@ class HostedModel(nn.Module):
             kept = quantized_build(self.checkpoint, self.architecture, spec, self.build)
             self.build = only_kept(kept, self.quantized_weights)
         self.decoder = make_decoder(self.architecture, spec, self.build)
-        self.seed = args.random_seed or 0
+        self.seed, self._load_format = args.random_seed or 0, args.load_format
         self.finished = False
         layers: Any = self.decoder.layers
         # A plain list, so that mixers are not registered as submodules twice.
@@ -149,6 +149,8 @@ class HostedModel(nn.Module):
     def bind(self, kv_pool: Any, request_pool: Any, context: int) -> None:
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
         if not self.finished:
+            if self._load_format != "dummy":
+                raise ModelError(self.checkpoint.source, [f"load_format={self._load_format} {FOREIGN_WEIGHTS}"])
             # Dummy weights never come through `load_weights`.
             self._load(None)
         states = request_pool.mamba_pool.mamba_cache.temporal[0] if self.memory.state_bytes else None

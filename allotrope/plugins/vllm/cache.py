@@ -62,7 +62,12 @@ class HostedCache(AttentionLayerBase):
         return RowsBackend if any(stride(layout) > 1 for layout in self.layouts) else LongPagesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """Full attention for rows that are kept, a sliding window only for rows that have one, else a state."""
+        """Full attention for rows that are kept, a sliding window only for rows that have one, else a state.
+
+        vLLM asks when a model has its weights. Raises ModelError where they did not come through the model.
+        """
+        if self.model is not None:
+            self.model.check_loaded()
         config = vllm_config.cache_config
         _announce(self.layouts, config.block_size)
         page = page_of(self.layout, self.layouts, config.block_size)

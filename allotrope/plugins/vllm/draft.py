@@ -69,8 +69,7 @@ class HostedDraft(HostedLayers):
         """
         if inputs_embeds is not None or intermediate_tensors is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
-        if not self.finished:
-            self._load(None)
+        self._ensure_loaded()
         batch, order, layers = self._plan(len(input_ids))
         hidden = self.draft(hidden_states[order.tokens], Step(input_ids[order.tokens], batch, layers, self._tables))
         out = hidden.new_zeros(len(input_ids), hidden.shape[1])

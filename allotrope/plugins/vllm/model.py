@@ -46,7 +46,7 @@ from allotrope.plugins.vllm.config import (
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.pools import pools_of
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
-from allotrope.plugins.weights import StreamedWeights
+from allotrope.plugins.weights import FOREIGN_WEIGHTS, StreamedWeights
 
 # Where a torch module keeps its own parameters and buffers.
 _TENSORS = ("_parameters", "_buffers")
@@ -62,6 +62,7 @@ class HostedLayers(nn.Module):
         self.build: Build
         self.layers: list[HostedLayer]
         self._tables: RopeTables
+        self._load_format: str
         # For steps that can be captured, see `arrange`; None where none can.
         self._arange: torch.Tensor | None = None
         self._max_drafts = 0
@@ -74,6 +75,7 @@ class HostedLayers(nn.Module):
         for layer in self.layers:
             layer.first_cache.model = self
         self._tables = RopeTables(self.build.device, self.build.chooser)
+        self._load_format = vllm_config.load_config.load_format
         speculative = vllm_config.speculative_config
         self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if all(layer.backend.in_graphs for layer in self.layers):
@@ -108,6 +110,18 @@ class HostedLayers(nn.Module):
         names = {name for name, _ in self.named_parameters()}
         self._load(StreamedWeights(self.checkpoint, weights))
         return names
+
+    def check_loaded(self) -> None:
+        """Raise ModelError where vLLM has filled parameters past `load_weights`: layers read what is made of them
+        there."""
+        if not self.finished and self._load_format != "dummy":
+            raise ModelError(self.checkpoint.source, [f"load_format={self._load_format} {FOREIGN_WEIGHTS}"])
+
+    def _ensure_loaded(self) -> None:
+        self.check_loaded()
+        if not self.finished:
+            # Dummy weights do not come through `load_weights`, and vLLM leaves integer parameters uninitialised.
+            self._load(None)
 
     def _load(self, weights: StreamedWeights | None) -> None:
         """Load `weights`; None: random ones."""
@@ -180,9 +194,7 @@ class HostedModel(HostedLayers):
         """`input_ids`: [T], padding last. Returns [T, hidden], 0 for padding. Positions follow from the batch."""
         if inputs_embeds is not None or intermediate_tensors is not None:
             raise ModelError(self.checkpoint.source, ["Allotrope's models take token ids, not embeddings or stages"])
-        if not self.finished:
-            # Dummy weights do not come through `load_weights`, and vLLM leaves integer parameters uninitialised.
-            self._load(None)
+        self._ensure_loaded()
         if not BreakableCUDAGraphCapture.is_active():
             self._warm_up(input_ids)
             return self._compute(input_ids, self._run)
