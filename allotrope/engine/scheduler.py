@@ -156,7 +156,7 @@ class Scheduler:
             budget.spend(seq, tokens)
             # A sequence that is preempted for it gives its tokens back.
             budget.tokens += tokens - self._make_room(seq, tokens, rows)
-        if self.preemptions == preemptions and not self._lacks_pages:
+        if self.waiting and self.preemptions == preemptions and not self._lacks_pages:
             self._admit(rows, budget, share)
         self._step += 1
         planned = [Row(seq, tokens, seq.computed + tokens) for seq, tokens in rows.items()]

@@ -25,18 +25,18 @@ LINK, NCCL = H200.link.bandwidth.value, H200.link.library_latency.value
 
 def test_a_small_sum_takes_the_latency_of_peer_memory() -> None:
     found = Exchange(ALL_REDUCE, "mixers", 1, 8192, 2).seconds(H200)
-    assert found == pytest.approx(6.4e-6 + 2 * 8192 / LINK)
+    assert found == pytest.approx(4.2e-6 + 2 * 8192 / LINK)
     # Rows and a flag, for more of them.
     size = 1 << 20
     assert Exchange(ALL_REDUCE, "mixers", 1, size, 2).seconds(H200) == pytest.approx(
-        6.4e-6 + size / LINK + SYNC_US * 1e-6
+        4.2e-6 + size / LINK + SYNC_US * 1e-6
     )
 
 
 def test_a_large_sum_is_shared_and_all_others_are_the_librarys() -> None:
     size = 1 << 25
     found = Exchange(ALL_REDUCE, "mixers", 1, size, 8).seconds(H200)
-    assert found == pytest.approx(6.4e-6 + 2 * 7 / 8 * size / LINK + 2 * SYNC_US * 1e-6)
+    assert found == pytest.approx(4.2e-6 + 2 * 7 / 8 * size / LINK + 2 * SYNC_US * 1e-6)
     for name in (ALL_GATHER, REDUCE_SCATTER):
         assert Exchange(name, "rows", 3, size, 4).seconds(H200) == pytest.approx(3 * (NCCL + 3 / 4 * size / LINK))
 
@@ -44,9 +44,9 @@ def test_a_large_sum_is_shared_and_all_others_are_the_librarys() -> None:
 def test_few_rows_go_through_peer_memory() -> None:
     for name in (ALL_GATHER, REDUCE_SCATTER):
         found = Exchange(name, "rows", 3, 4096, 4).seconds(H200)
-        assert found == pytest.approx(3 * (6.4e-6 + 2 * 3 * 1024 / LINK))
+        assert found == pytest.approx(3 * (4.2e-6 + 2 * 3 * 1024 / LINK))
         found = Exchange(name, "rows", 1, 1 << 23, 4).seconds(H200)
-        assert found == pytest.approx(6.4e-6 + 3 * (1 << 21) / LINK + SYNC_US * 1e-6)
+        assert found == pytest.approx(4.2e-6 + 3 * (1 << 21) / LINK + SYNC_US * 1e-6)
 
 
 def test_hosts_are_crossed_by_every_rank_with_its_part() -> None:
