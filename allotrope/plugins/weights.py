@@ -9,9 +9,14 @@ import torch
 from allotrope.checkpoint.checkpoint import Checkpoint, CheckpointView, TensorHeader
 from allotrope.errors import ModelError
 
-FOREIGN_WEIGHTS = "is not supported by Allotrope's models, which are loaded whole, from the checkpoint's own tensors"
 # Loaders of hosts that fill parameters with what they saved of a model in memory, quantize, or go layer by layer.
 FOREIGN_FORMATS = ("sharded_state", "runai_streamer_sharded", "presharded", "flash_rl", "layered")
+
+
+def foreign_weights(load_format: str) -> str:
+    """Why weights are refused that a host does not hand over one by one."""
+    models = "Allotrope's models, which are loaded whole, from the checkpoint's own tensors"
+    return f"load_format={load_format} is not supported by {models}"
 
 
 class StreamedWeights(CheckpointView):

@@ -161,10 +161,8 @@ def check_disturbed(two: Engine, want: dict[str, list[int]]) -> None:
 def test_pages_that_run_out_on_one_rank(tmp_path: Path) -> None:
     """Each rank has pages of its own: requests that do not fit beside each other on one rank run on two."""
     torch.set_num_threads(1)
-    model, few = (
-        write("LlamaForCausalLM", tmp_path),
-        {**OPTIONS, "kv_cache_memory_bytes": 120_000, "scheduler_reserve_full_isl": False},
-    )
+    model = write("LlamaForCausalLM", tmp_path)
+    few = {**OPTIONS, "kv_cache_memory_bytes": 120_000, "scheduler_reserve_full_isl": False}
     long = replace(GREEDY, max_tokens=40)
     some = [request(f"r{i}", ids, long) for i, ids in enumerate(prompts((50, 41, 33, 60)))]
     alone = engine(model, **few)

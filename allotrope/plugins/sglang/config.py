@@ -24,7 +24,7 @@ from allotrope.loading.kv_scales import FP8
 from allotrope.plugins.hosted_build import read_options
 from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
 from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
-from allotrope.plugins.weights import FOREIGN_FORMATS, FOREIGN_WEIGHTS
+from allotrope.plugins.weights import FOREIGN_FORMATS, foreign_weights
 
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
@@ -170,7 +170,7 @@ def _refuse(args: Any) -> None:
     } | {f"{what} ({option})": _is_wanted(getattr(args, option, None)) for option, what in _UNSEEN.items()}
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
     if args.load_format in FOREIGN_FORMATS:
-        reasons.append(f"load_format={args.load_format} {FOREIGN_WEIGHTS}")
+        reasons.append(foreign_weights(args.load_format))
     if reasons:
         raise ModelError(args.model_path, [*reasons, "ALLOTROPE_SGLANG=0 gives SGLang's own models"])
 

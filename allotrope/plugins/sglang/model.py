@@ -40,7 +40,7 @@ from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.sglang.request_tables import RequestTables
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
-from allotrope.plugins.weights import FOREIGN_WEIGHTS, StreamedWeights
+from allotrope.plugins.weights import StreamedWeights, foreign_weights
 
 log = logging.getLogger("sglang.allotrope")
 _LOADED_ONCE = "weights cannot be loaded a second time; start SGLang anew"
@@ -150,7 +150,7 @@ class HostedModel(nn.Module):
         """Take SGLang's pools, which are made after the model. `context`: most tokens of a request."""
         if not self.finished:
             if self._load_format != "dummy":
-                raise ModelError(self.checkpoint.source, [f"load_format={self._load_format} {FOREIGN_WEIGHTS}"])
+                raise ModelError(self.checkpoint.source, [foreign_weights(self._load_format)])
             # Dummy weights never come through `load_weights`.
             self._load(None)
         states = request_pool.mamba_pool.mamba_cache.temporal[0] if self.memory.state_bytes else None

@@ -24,7 +24,7 @@ from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.plugins.hosted_build import DTYPES, hosted_build
 from allotrope.plugins.vllm import log
 from allotrope.plugins.vllm.speculation import speculation_reasons
-from allotrope.plugins.weights import FOREIGN_FORMATS, FOREIGN_WEIGHTS
+from allotrope.plugins.weights import FOREIGN_FORMATS, foreign_weights
 
 _KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
 
@@ -88,7 +88,7 @@ def refuse_unsupported(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: Mo
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
     if vllm_config.load_config.load_format in FOREIGN_FORMATS:
-        reasons.append(f"load_format={vllm_config.load_config.load_format} {FOREIGN_WEIGHTS}")
+        reasons.append(foreign_weights(vllm_config.load_config.load_format))
     if vllm_config.speculative_config is not None:
         layouts = planned_layouts(vllm_config, checkpoint, spec)
         reasons += speculation_reasons(vllm_config.speculative_config, config.model, layouts)

@@ -46,7 +46,7 @@ from allotrope.plugins.vllm.config import (
 from allotrope.plugins.vllm.ops import HostedLayer
 from allotrope.plugins.vllm.pools import pools_of
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
-from allotrope.plugins.weights import FOREIGN_WEIGHTS, StreamedWeights
+from allotrope.plugins.weights import StreamedWeights, foreign_weights
 
 # Where a torch module keeps its own parameters and buffers.
 _TENSORS = ("_parameters", "_buffers")
@@ -115,7 +115,7 @@ class HostedLayers(nn.Module):
         """Raise ModelError where vLLM has filled parameters past `load_weights`: layers read what is made of them
         there."""
         if not self.finished and self._load_format != "dummy":
-            raise ModelError(self.checkpoint.source, [f"load_format={self._load_format} {FOREIGN_WEIGHTS}"])
+            raise ModelError(self.checkpoint.source, [foreign_weights(self._load_format)])
 
     def _ensure_loaded(self) -> None:
         self.check_loaded()
