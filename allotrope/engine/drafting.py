@@ -13,16 +13,13 @@ import torch
 
 from allotrope.engine.drafts.acceptance import AcceptanceStats, SyntheticAcceptance
 from allotrope.engine.drafts.lookup import make_lookup_drafter
-from allotrope.engine.drafts.policy import DraftPolicy, StepTimes, shared_out
+from allotrope.engine.drafts.policy import DraftPolicy, shared_out
+from allotrope.engine.drafts.step_times import PassTimes, StepTimes
 from allotrope.engine.in_flight import HostCopy
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
 from allotrope.errors import ConfigError
 from allotrope.graphs.captured import decode_sizes, padded_size
 from allotrope.speculative_config import SpeculativeConfig
-
-# Passes that the time of one is averaged over.
-_KEPT_PASSES = 16
-
 
 Wanted = tuple[Sequence, int]
 """A sequence, and the most drafts that it can have."""
@@ -37,9 +34,10 @@ class Drafting:
         self.max_drafts, self._max_decodes = max_drafts, max_decodes
         self.stats = AcceptanceStats(max_drafts, time.monotonic())
         self._forced = SyntheticAcceptance.from_config(config, seed)
-        sizes = decode_sizes(max_decodes)
-        self._times = StepTimes(functools.partial(padded_size, sizes))
-        self._policy = DraftPolicy(self.stats, self._times) if config.adaptive else None
+        pad = functools.partial(padded_size, decode_sizes(max_decodes))
+        self._times = StepTimes(pad)
+        self._passes = None if config.drafts_from_text else PassTimes(pad)
+        self._policy = DraftPolicy(self.stats, self._times, self._passes) if config.adaptive else None
         self._seen: set[Sequence] = set()
 
     def forced(self, seq: Sequence, num_drafts: int) -> int | None:
@@ -77,6 +75,8 @@ class Drafting:
     def forget_times(self) -> None:
         """Steps run in another way from now on, such as by a graph that was just captured."""
         self._times.clear()
+        if self._passes is not None:
+            self._passes.clear()
 
     def _chosen(self, wanted: Seq[Wanted]) -> list[int]:
         """Per sequence, as many drafts as a step has room for and as are worth their time."""
@@ -147,14 +147,13 @@ class ModelDrafting(Drafting):
         self._drafted_for: list[Sequence] = []
         self._counts: list[int] = []
         self._since: torch.cuda.Event | float = 0.0
-        # When the tokens of the step before were read, and the mean seconds of the passes by the number of drafts.
+        # When the tokens of the step before were read, and its rows.
         self._read_at: float | None = None
-        self._seconds: dict[int, float] = {}
+        self._rows_before = 0
 
     def forget_times(self) -> None:
         super().forget_times()
         self._read_at = None
-        self._seconds.clear()
 
     @property
     def passes(self) -> int:
@@ -183,19 +182,16 @@ class ModelDrafting(Drafting):
     def record_step(self, rows: int, tokens: HostCopy | None) -> None:
         """The tokens of a step were read. `rows`: of it, where each had one token, else 0. `tokens`: that the passes
         behind the step before made, which ran before it."""
-        now, before = time.perf_counter(), self._read_at
-        self._read_at = now if rows else None
+        now, before, behind = time.perf_counter(), self._read_at, self._rows_before
+        self._read_at, self._rows_before = now if rows else None, rows
         if not self._on_gpu:
-            # There the passes behind a step have run when its tokens are read.
-            tokens = self.tokens
+            # On a CPU the passes behind a step have run when its tokens are read.
+            tokens, behind = self.tokens, rows
         if tokens is None or before is None or not rows:
             return
         seconds = tokens.seconds
-        former = self._seconds.get(tokens.passes, seconds)
-        self._seconds[tokens.passes] = former + (seconds - former) / _KEPT_PASSES
-        if self._policy is not None and tokens.passes:
-            without = self._seconds.get(0, 0.0)
-            self._policy.draft_seconds = max(0.0, self._seconds[tokens.passes] - without) / tokens.passes
+        assert self._passes is not None
+        self._passes.record(tokens.passes, behind, seconds)
         self._times.record(rows, max(now - before - seconds, 0.0))
 
 

@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from allotrope.engine.drafts.acceptance import AcceptanceStats, SyntheticAcceptance, rates_of_length
-from allotrope.engine.drafts.policy import RETRY_STEPS, DraftPolicy, StepTimes
+from allotrope.engine.drafts.policy import RETRY_STEPS, DraftPolicy
+from allotrope.engine.drafts.step_times import PassTimes, StepTimes
 from allotrope.engine.report import SpeculationStats
 from allotrope.speculative_config import SpeculativeConfig
 
@@ -150,6 +152,16 @@ def measured(cost: Callable[[int], float], rows: range = range(1, 400)) -> StepT
     return times
 
 
+def measured_passes(seconds: float, rows: range = range(1, 400)) -> PassTimes:
+    """Each pass takes `seconds`, and storing none."""
+    passes = PassTimes()
+    for number in range(5):
+        for count in rows:
+            for _ in range(4):
+                passes.record(number, count, seconds * number)
+    return passes
+
+
 def after_steps(accepted: dict[str, int], k: int = 4) -> AcceptanceStats:
     stats = AcceptanceStats(k)
     for _ in range(60):
@@ -167,7 +179,7 @@ def compute_bound(rows: int) -> float:
 
 def test_cheap_rows_and_good_drafts_get_all() -> None:
     stats = after_steps({"a": 4, "b": 4})
-    policy = DraftPolicy(stats, measured(memory_bound), draft_seconds=1e-4)
+    policy = DraftPolicy(stats, measured(memory_bound), measured_passes(1e-4))
     assert policy.choose(["a", "b"]) == [4, 4]
     assert policy.choose(["a", "b"], limits=[1, 9]) == [1, 4]
     assert policy.choose(["a", "b"], limits=[-1, 2], other_rows=3) == [0, 2]
@@ -190,7 +202,9 @@ def test_costly_draft_passes_shorten_drafts() -> None:
     for step in range(400):
         stats.record(["a"], [4], [(0, 1, 2, 4)[step % 4]])
     times = measured(memory_bound)
-    lengths = [DraftPolicy(stats, times, seconds).choose(["a"])[0] for seconds in (0.0, 1e-3, 3e-3, 1e-1)]
+    lengths = [
+        DraftPolicy(stats, times, measured_passes(seconds)).choose(["a"])[0] for seconds in (0.0, 1e-3, 3e-3, 1e-1)
+    ]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 4 and lengths[-1] == 0
 
@@ -215,6 +229,48 @@ def test_unknown_times_are_measured_with_drafts_and_without() -> None:
         chosen.append(drafts)
         times.record(1 + drafts, compute_bound(1 + drafts))
     assert chosen == [4] * 4 + [0] * 8
+
+
+def test_few_requests_get_drafts_after_many(k: int = 3) -> None:
+    """A pass behind a step of many rows takes longer than one behind few: what it took says nothing of these."""
+    stats, times, passes = AcceptanceStats(k), StepTimes(), PassTimes()
+    policy = DraftPolicy(stats, times, passes)
+
+    def serve(count: int, steps: int) -> list[int]:
+        keys, found, drafts = [f"{count}-{i}" for i in range(count)], [], [0] * count
+        for _ in range(steps):
+            rows = count + sum(drafts)
+            stats.record(keys, drafts, drafts)
+            times.record(rows, 1e-3 + 1e-4 * rows)
+            drafts = policy.choose(keys)
+            passes.record(max(drafts), rows, 1e-5 + max(drafts) * 2e-4 * rows)
+            found.append(sum(drafts))
+        for key in keys:
+            stats.end(key)
+            policy.end(key)
+        return found
+
+    # Alone, a request gains from its drafts.
+    assert serve(1, 40)[-20:] == [k] * 20
+    # Of 64 requests, passes take longer than the tokens that they save.
+    assert sum(serve(64, 60)[-20:]) <= 20
+    # Neither the one nor the other decides for the next request alone.
+    assert serve(1, 40)[-20:] == [k] * 20
+
+
+def test_passes_of_other_numbers_take_their_share() -> None:
+    passes = PassTimes()
+    for _ in range(4):
+        passes.record(0, 5, 1e-4)
+        passes.record(3, 8, 7e-4)
+    assert passes.cost(np.array([0, 1, 2, 3]), 5).tolist() == pytest.approx([1e-4, 3e-4, 5e-4, 7e-4])
+    assert passes.knows(3, 8) and not passes.knows(3, 4) and not passes.knows(2, 8)
+    # Measured behind so many rows, one pass has a time of its own.
+    for _ in range(4):
+        passes.record(1, 6, 6e-4)
+    assert passes.cost(np.array([0, 1, 2, 3]), 5).tolist() == pytest.approx([1e-4, 6e-4, 5e-4, 7e-4])
+    passes.clear()
+    assert passes.cost(np.array([0, 3]), 5).tolist() == [0.0, 0.0]
 
 
 def test_few_steps_make_all_numbers_of_rows_known() -> None:
@@ -277,7 +333,7 @@ def test_sequences_are_retried_a_few_at_a_time() -> None:
 def test_longer_drafts_are_tried_again(tokens: int) -> None:
     """Where only the first draft was ever right, others are hardly made, and yet it is seen when they become right."""
     stats = AcceptanceStats(3)
-    policy = DraftPolicy(stats, measured(lambda rows: 5e-3 + 1e-3 * rows), draft_seconds=5e-4)
+    policy = DraftPolicy(stats, measured(lambda rows: 5e-3 + 1e-3 * rows), measured_passes(5e-4))
     lengths = []
     for step in range(4000):
         key = step // tokens
@@ -294,7 +350,7 @@ def test_choosing_is_cheap() -> None:
     stats = AcceptanceStats(4)
     for _ in range(20):
         stats.record(keys, [4] * 64, [key % 5 for key in keys])
-    policy = DraftPolicy(stats, measured(lambda rows: 5e-3 + 1e-4 * rows), 1e-4)
+    policy = DraftPolicy(stats, measured(lambda rows: 5e-3 + 1e-4 * rows), measured_passes(1e-4))
     seconds = []
     for _ in range(50):
         begin = time.thread_time()

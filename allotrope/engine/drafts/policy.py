@@ -1,110 +1,22 @@
 """How many drafts each sequence gets in the next step: as many as raise the tokens per second of the whole step.
 
-Owns the measured times of steps and the choice. It must not know how drafts are made, nor which kernels run.
+Owns the choice. It must not know how drafts are made, nor which kernels run.
 """
 
 from __future__ import annotations
 
-import statistics
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from allotrope.engine.drafts.acceptance import AcceptanceStats
+from allotrope.engine.drafts.step_times import PassTimes, StepTimes
 
-# Times of one row count that its median is of, and how many make it known.
-_KEPT_TIMES = 31
-_MIN_TIMES = 4
-# Steps after which a time is stale: contexts grow, and other sequences run.
-_STALE_STEPS = 4096
 # Steps after which a sequence without drafts is tried again. Each time that this was in vain, twice as many follow.
 RETRY_STEPS = 64
 MAX_RETRY_STEPS = 1024
 # Steps with all drafts, after which the time of such a step is estimated.
 _MAX_TRIES = 32
-
-
-class StepTimes:
-    """Seconds of a step by its number of rows: medians of the last times, linear between measured numbers.
-
-    `pad`: the number of rows that runs in place of a number, such as the size of a captured graph.
-    """
-
-    def __init__(self, pad: Callable[[int], int] = lambda rows: rows) -> None:
-        self._pad = pad
-        self._times: dict[int, deque[tuple[int, float]]] = {}
-        self._padded = np.zeros(1, np.int64)
-        self._step = 0
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
-
-    def record(self, rows: int, seconds: float) -> None:
-        """A step of `rows` rows took `seconds`."""
-        self._step += 1
-        kept = _bucket(self._pad(rows))
-        times = self._times.setdefault(kept, deque(maxlen=_KEPT_TIMES))
-        times.append((self._step, seconds))
-        if len(times) >= _MIN_TIMES:
-            self._refresh(kept)
-        if self._step % _STALE_STEPS == 0:
-            self._drop_stale()
-
-    def clear(self) -> None:
-        """Forget all times: steps run in another way from now on."""
-        self._times.clear()
-        self._rows.clear()
-        self._seconds.clear()
-
-    @property
-    def measured(self) -> bool:
-        """Whether the time of any number of rows is known."""
-        return bool(self._rows)
-
-    def knows(self, rows: int) -> bool:
-        """Whether the time of `rows` was measured, or lies between two that were and are no factor of 2 apart."""
-        wanted = _bucket(self._pad(rows))
-        i = bisect_left(self._rows, wanted)
-        if i == len(self._rows):
-            return False
-        return self._rows[i] == wanted or (i > 0 and self._rows[i] <= 2 * self._rows[i - 1])
-
-    def cost(self, first: int, count: int) -> npt.NDArray[np.float64]:
-        """Seconds of steps of `first`, `first + 1`, ... rows, `count` numbers. Something must be known."""
-        while len(self._padded) < first + count:
-            known = len(self._padded)
-            more = [self._pad(rows) for rows in range(known, max(first + count, 2 * known))]
-            self._padded = np.concatenate([self._padded, np.array(more, np.int64)])
-        padded = self._padded[first : first + count]
-        # More rows never take less time; where they seem to, the times are noise.
-        seconds = np.maximum.accumulate(self._seconds)
-        last = self._rows[-1]
-        # Beyond what was measured, each row takes its share of the greatest step.
-        return np.interp(padded, self._rows, seconds) * np.maximum(padded / last, 1.0)
-
-    def _refresh(self, kept: int) -> None:
-        median = statistics.median(seconds for _, seconds in self._times[kept])
-        i = bisect_left(self._rows, kept)
-        if i < len(self._rows) and self._rows[i] == kept:
-            self._seconds[i] = median
-        else:
-            self._rows.insert(i, kept)
-            self._seconds.insert(i, median)
-
-    def _drop_stale(self) -> None:
-        for kept in [rows for rows, times in self._times.items() if times[-1][0] <= self._step - _STALE_STEPS]:
-            del self._times[kept]
-            if kept in self._rows:
-                i = self._rows.index(kept)
-                del self._rows[i], self._seconds[i]
-
-
-def _bucket(rows: int) -> int:
-    """The number whose times stand for `rows`: at most an eighth above it, so that few steps make all numbers known."""
-    step = 1 << max(rows.bit_length() - 4, 0)
-    return -(-rows // step) * step
 
 
 def shared_out(counts: Sequence[int], most: int) -> list[int]:
@@ -122,14 +34,14 @@ def shared_out(counts: Sequence[int], most: int) -> list[int]:
 class DraftPolicy:
     """Chooses the number of drafts of each sequence, from what was accepted and how long steps took.
 
-    `stats`: what was accepted. `times`: of the target's steps. `draft_seconds`: of one pass of the draft model, of
-    which as many run as the longest draft has tokens; 0 where drafts are looked up; may be changed as passes are timed.
+    `stats`: what was accepted. `times`: of the target's steps. `passes`: of the draft model behind them, which makes as
+    many as the longest draft has tokens; None where drafts are looked up.
     """
 
-    def __init__(self, stats: AcceptanceStats, times: StepTimes, draft_seconds: float = 0.0) -> None:
-        self.draft_seconds = draft_seconds
+    def __init__(self, stats: AcceptanceStats, times: StepTimes, passes: PassTimes | None = None) -> None:
         self._stats = stats
         self._times = times
+        self._passes = passes
         self._step = self._unknown = 0
         # The last step in which a sequence had drafts.
         self._drafted: dict[Hashable, int] = {}
@@ -158,7 +70,8 @@ class DraftPolicy:
         self._step += 1
         most, least = count + other_rows + sum(room), count + other_rows
         # Steps that never come, such as for want of pages, cannot be measured.
-        self._unknown = 0 if self._times.knows(most) else self._unknown + 1
+        known = self._times.knows(most) and (self._passes is None or self._passes.knows(max(room, default=0), most))
+        self._unknown = 0 if known else self._unknown + 1
         if self._unknown and (self._unknown <= _MAX_TRIES or not self._times.measured):
             chosen = room
         elif not self._times.knows(least):
@@ -194,8 +107,8 @@ class DraftPolicy:
         tokens = np.full(drafts + 1, float(count))
         tokens[1:] += np.cumsum(flat[order])
         seconds = self._times.cost(rows, drafts + 1)
-        if self.draft_seconds:
-            seconds[1:] += self.draft_seconds * np.maximum.accumulate(order // count + 1)
+        if self._passes is not None:
+            seconds += self._passes.cost(np.maximum.accumulate(np.append(0, order // count + 1)), rows)
         best = int(np.argmax(tokens / seconds))
         return np.bincount(order[:best] % count, minlength=count).tolist()
 
