@@ -31,6 +31,37 @@ def test_the_next_larger_measured_number_of_rows_counts(tmp_path: Path, monkeypa
         launch.forget()
 
 
+def test_one_fp8_weight_goes_as_the_nearest_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    launch.forget()
+    near, far, others = Launch(16, 64, 4), Launch(16, 128, 2), Launch(32, 64)
+    wide = Shape("fp8", 0, 16384, 2048, False)
+    experts, gated, plain = Shape("fp8", 8, 4096, 2048, False), Shape("fp8", 0, 4096, 2048, True), "plain 4096x2048"
+    found = {SHAPE.key: {"16": near}, wide.key: {"16": far}}
+    write_tuned("chip", found | {key: {"16": others} for key in (experts.key, gated.key, plain)})
+    try:
+        assert all(Shape.of(key).key == key for key in tuned("chip"))
+        for size, wanted in (((5120, 2048), near), ((4096, 1536), near), ((12288, 2048), far)):
+            assert launch_for(Shape("fp8", 0, *size, False), 4, "chip") == wanted, size
+        # Twice as large, of another kind, or more rows than were measured: by rule.
+        twice = [Shape("fp8", 0, 4096, 4096, False), Shape("fp8", 0, 2048, 2048, False)]
+        for shape in (*twice, Shape("plain", 0, 5120, 2048, False), Shape("fp8", 8, 5120, 2048, False)):
+            assert launch_for(shape, 4, "chip") == rule_of_thumb(shape, 4, "chip"), shape
+        unmeasured = Shape("fp8", 0, 5120, 2048, False)
+        assert launch_for(unmeasured, 17, "chip") == rule_of_thumb(unmeasured, 17, "chip")
+    finally:
+        launch.forget()
+
+
+@pytest.mark.parametrize("rows", [65, 128, 500, 1023])
+def test_rules_leave_large_fp8_weights_to_pytorch(rows: int) -> None:
+    large, small = Shape("fp8", 0, 36864, 7168, False), Shape("fp8", 0, 2048, 2048, False)
+    for shape, chip, wanted in ((large, "h200", "pytorch"), (small, "h200", "triton"), (large, "gfx942", "triton")):
+        assert rule_of_thumb(shape, rows, chip).provider == wanted
+    assert rule_of_thumb(small, 1024, "h200").provider == "pytorch"
+    assert rule_of_thumb(large, 64, "h200").provider == "triton"
+
+
 def test_rows_of_experts_go_as_the_nearest_measured_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 experts, 256 rows are nearer to 128 than to 2048; one weight's rows would fill the larger tiles."""
     monkeypatch.setattr(launch, "FOLDER", tmp_path)
