@@ -28,11 +28,17 @@ class Figure:
 @dataclass(frozen=True)
 class Link:
     """The links of one GPU to others. `bandwidth`: bytes per second one way that collectives of large messages reach.
-    `latency`: seconds of a collective of a few rows. `library_latency`: the same by NCCL or RCCL."""
+    `pair_bandwidth`: the same by NCCL or RCCL where only two ranks take part. `latency`: seconds of a collective of a
+    few rows. `library_latency`: the same by NCCL or RCCL."""
 
     bandwidth: Figure
+    pair_bandwidth: Figure
     latency: Figure
     library_latency: Figure
+
+    def library_bandwidth(self, ranks: int) -> float:
+        """Bytes per second one way that NCCL or RCCL reaches among `ranks`."""
+        return (self.pair_bandwidth if ranks == 2 else self.bandwidth).value
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class ChipFigures:
         """What no vendor states and nobody measured on this chip, a sentence each. `hosts`: how many are used."""
         stated = {"memory": self.memory, "bandwidth of memory": self.bandwidth}
         stated |= {f"rate of {kind} products": rate for kind, rate in self.rates.items()}
+        stated["bandwidth of links between two ranks"] = self.link.pair_bandwidth
         links = [("links", self.link)] + ([] if hosts == 1 or self.network is None else [("the network", self.network)])
         for name, link in links:
             parts = (link.bandwidth, link.latency, link.library_latency)
@@ -89,7 +96,14 @@ on those that it was not fitted to."""
 
 _KINDS = "driver's figure on such a machine"
 _KERNELS = "bench/kernels.py, ceilings of the run in bench/results/kernels_mha.json"
-_SHARES = {"memory": 0.985, "copy": 4.247 / 4.8, "bf16": 796.2 / 989.4, "fp8": 1455.3 / 1978.9, "links": 361 / 450}
+_SHARES = {
+    "memory": 0.985,
+    "copy": 4.247 / 4.8,
+    "bf16": 796.2 / 989.4,
+    "fp8": 1455.3 / 1978.9,
+    "links": 361 / 450,
+    "pairs": 195 / 450,
+}
 """What an H200 reaches of its vendor's figures."""
 
 
@@ -119,20 +133,22 @@ _NCCL = Figure(12.2e-6, "NCCL all-reduce of 8 KiB in a CUDA graph on two H200s, 
 
 def _links(vendor: str, gigabytes: float) -> Link:
     """Of a chip on which no collective was measured."""
-    bandwidth = _share("links", gigabytes * _GB, f"{vendor}: {gigabytes:g} GB/s one way")
-    return Link(bandwidth, Figure(_LL.value, _NOT_MEASURED), Figure(_NCCL.value, _NOT_MEASURED))
+    stated = f"{vendor}: {gigabytes:g} GB/s one way"
+    bandwidth, pairs = (_share(kind, gigabytes * _GB, stated) for kind in ("links", "pairs"))
+    return Link(bandwidth, pairs, Figure(_LL.value, _NOT_MEASURED), Figure(_NCCL.value, _NOT_MEASURED))
 
 
 def _network(vendor: str, gigabits: int) -> Link:
     bandwidth = Figure(gigabits / 8 * _GB * 0.9, f"{vendor}: {gigabits} Gb/s a GPU; 0.9 of it is assumed")
     latency = Figure(30e-6, "not measured: 30 us of a small collective between hosts are assumed")
-    return Link(bandwidth, latency, latency)
+    return Link(bandwidth, bandwidth, latency, latency)
 
 
 _DGX = "NVIDIA DGX user guide, one ConnectX-7 a GPU"
 _OAM = "one 400 Gb/s adapter a GPU, as in AMD's reference clusters"
 _H200_LINK = Link(
     Figure(361 * _GB, "NCCL all-reduce of 1 GiB on eight H200s, bus bandwidth, multicast off", measured=True),
+    Figure(195 * _GB, "NCCL all-gather and reduce-scatter of 64 MiB to each of two H200s, multicast off", measured=True),
     _LL,
     _NCCL,
 )

@@ -41,6 +41,13 @@ def test_a_large_sum_is_shared_and_all_others_are_the_librarys() -> None:
         assert Exchange(name, "rows", 3, size, 4).seconds(H200) == pytest.approx(3 * (NCCL + 3 / 4 * size / LINK))
 
 
+def test_two_ranks_have_fewer_channels_of_the_library() -> None:
+    size, pair = 1 << 25, H200.link.pair_bandwidth.value
+    assert pair < LINK
+    for name in (ALL_GATHER, REDUCE_SCATTER):
+        assert Exchange(name, "rows", 1, size, 2).seconds(H200) == pytest.approx(NCCL + size / 2 / pair)
+
+
 def test_few_rows_go_through_peer_memory() -> None:
     for name in (ALL_GATHER, REDUCE_SCATTER):
         found = Exchange(name, "rows", 3, 4096, 4).seconds(H200)

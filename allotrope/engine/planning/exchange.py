@@ -62,7 +62,7 @@ class Exchange:
         if self.hosts == 1 and self.ranks <= MAX_RANKS and self.bytes <= 2 * MAX_BYTES:
             return link.latency.value + _fastest(link, self.ranks, self.bytes // self.ranks, ROWS_PROTOCOLS)
         latency = link.library_latency.value if inside > 1 else 0.0
-        seconds = latency + passes * (inside - 1) / inside * self.bytes / link.bandwidth.value
+        seconds = latency + passes * (inside - 1) / inside * self.bytes / link.library_bandwidth(inside)
         if self.hosts == 1 or network is None:
             return seconds
         # Each rank of a host has an adapter for its part.
