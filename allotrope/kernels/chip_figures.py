@@ -148,7 +148,9 @@ _DGX = "NVIDIA DGX user guide, one ConnectX-7 a GPU"
 _OAM = "one 400 Gb/s adapter a GPU, as in AMD's reference clusters"
 _H200_LINK = Link(
     Figure(361 * _GB, "NCCL all-reduce of 1 GiB on eight H200s, bus bandwidth, multicast off", measured=True),
-    Figure(195 * _GB, "NCCL all-gather and reduce-scatter of 64 MiB to each of two H200s, multicast off", measured=True),
+    Figure(
+        195 * _GB, "NCCL all-gather and reduce-scatter of 64 MiB to each of two H200s, multicast off", measured=True
+    ),
     _LL,
     _NCCL,
 )

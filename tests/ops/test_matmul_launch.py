@@ -53,6 +53,25 @@ def test_one_fp8_weight_goes_as_the_nearest_that_was_measured(tmp_path: Path, mo
         launch.forget()
 
 
+def test_other_numbers_of_experts_go_by_the_rows_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an expert-parallel rank, which has a part of the experts and of the rows."""
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    launch.forget()
+    small, large = Launch(8, 64), Launch(32, 128)
+    whole, half, narrow = (Shape("mxfp4", *size, 2880, True) for size in ((128, 2880), (64, 2880), (64, 1440)))
+    write_tuned("chip", {whole.key: {"64": small, "2048": large}})
+    try:
+        rows = (1, 32, 128, 256, 1024)
+        assert [launch_for(half, count, "chip") for count in rows] == [small, small, small, large, large]
+        assert [launch_for(whole, 2 * count, "chip") for count in rows] == [small, small, small, large, large]
+        for shape in (narrow, Shape("fp8", 64, 2880, 2880, True), Shape("mxfp4", 64, 2880, 2880, False)):
+            assert launch_for(shape, 32, "chip") == rule_of_thumb(shape, 32, "chip"), shape
+        # More than were measured, which were not many: by rule, for the rows that there are.
+        assert launch_for(half, 4096, "chip") == rule_of_thumb(half, 4096, "chip")
+    finally:
+        launch.forget()
+
+
 @pytest.mark.parametrize("rows", [65, 128, 500, 1023])
 def test_rules_leave_large_fp8_weights_to_pytorch(rows: int) -> None:
     large, small = Shape("fp8", 0, 36864, 7168, False), Shape("fp8", 0, 2048, 2048, False)

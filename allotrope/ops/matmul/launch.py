@@ -95,8 +95,13 @@ def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
     the most that were, where that were many: their tiles are full. Fewer go as the next larger number that was; rows of
     experts as the nearest one, as each expert has its share of them, and tiles above it read weights at a lower rate.
+    Experts of which another number was measured, such as those of expert-parallel ranks, go by the rows of each.
     """
-    found, wanted = tuned(chip).get(shape.key) or tuned(chip).get(_nearest(shape, chip), {}), bucket(rows)
+    found, measured_rows = tuned(chip).get(shape.key, {}), rows
+    if not found and (other := _nearest(shape, chip)) is not None:
+        found = tuned(chip)[other.key]
+        measured_rows = -(-rows * other.experts // shape.experts) if shape.experts else rows
+    wanted = bucket(measured_rows)
     below = [measured for measured in map(int, found) if measured < wanted]
     above = [measured for measured in map(int, found) if measured >= wanted]
     if above:
@@ -110,23 +115,28 @@ def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     return found[str(nearest)]
 
 
-def _nearest(shape: Shape, chip: str) -> str:
-    """The key of the measured shape nearest to one FP8 weight that was not measured, within a factor of two; else "".
+def _nearest(shape: Shape, chip: str) -> Shape | None:
+    """The measured shape whose launches an unmeasured one takes: of one FP8 weight the nearest within a factor of two;
+    of experts those of the same size.
 
-    Where each of those on H200 is launched as its nearest, 87 % round activations as its own launch does and 83 % share
-    inputs so; by the rule of thumb 62 and 58 %.
+    Where each FP8 weight measured on H200 is launched as its nearest, 87 % round activations as their own launch does
+    and 83 % share inputs so; by the rule of thumb 62 and 58 %.
     """
-    if shape.kind != "fp8" or shape.experts or shape.gated:
-        return ""
+    alike = [
+        other
+        for other in map(Shape.of, tuned(chip))
+        if (other.kind, other.gated, bool(other.experts)) == (shape.kind, shape.gated, bool(shape.experts))
+    ]
+    if shape.experts:
+        same = [other for other in alike if (other.outputs, other.inputs) == (shape.outputs, shape.inputs)]
+        return min(same, key=lambda other: abs(math.log(other.experts / shape.experts)), default=None)
+    if shape.kind != "fp8" or shape.gated:
+        return None
 
-    def distance(key: str) -> float:
-        other = Shape.of(key)
-        if (other.kind, other.experts, other.gated) != (shape.kind, 0, False):
-            return math.inf
+    def distance(other: Shape) -> float:
         return math.hypot(math.log2(other.outputs / shape.outputs), math.log2(other.inputs / shape.inputs))
 
-    key = min(tuned(chip), key=distance, default="")
-    return key if key and distance(key) < 1 else ""
+    return min((other for other in alike if distance(other) < 1), key=distance, default=None)
 
 
 @functools.cache
