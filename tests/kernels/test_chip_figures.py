@@ -52,7 +52,8 @@ def test_figures_are_plausible(figures: ChipFigures) -> None:
 @pytest.mark.parametrize("figures", CHIP_ROWS)
 def test_every_number_has_a_source_and_assumptions_are_said(figures: ChipFigures) -> None:
     stated = [figures.memory, figures.bandwidth, *figures.rates.values()]
-    stated += [figures.link.bandwidth, figures.link.latency, figures.link.library_latency]
+    link = figures.link
+    stated += [link.bandwidth, link.pair_bandwidth, link.latency, link.library_latency]
     assert all(len(one.source) > 10 for one in stated)
     assert len(figures.assumed()) == sum(not one.measured for one in stated)
     if figures.network is not None:
