@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -28,16 +29,21 @@ Wanted = tuple[Sequence, int]
 class Drafting:
     """Drafts of any origin. `stats`: what was accepted."""
 
-    def __init__(self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        max_drafts: int,
+        max_decodes: int,
+        seed: int,
+        pass_times: PassTimes | None = None,
+    ) -> None:
         """`max_drafts`: most of a sequence in a step. `max_decodes`: most rows of a decode step. `seed`: of forced
-        acceptance."""
+        acceptance. `pass_times`: of a draft model."""
         self.max_drafts, self._max_decodes = max_drafts, max_decodes
         self.stats = AcceptanceStats(max_drafts, time.monotonic())
         self._forced = SyntheticAcceptance.from_config(config, seed)
-        pad = functools.partial(padded_size, decode_sizes(max_decodes))
-        self._times = StepTimes(pad)
-        self._passes = None if config.drafts_from_text else PassTimes(pad)
-        self._policy = DraftPolicy(self.stats, self._times, self._passes) if config.adaptive else None
+        self._times = StepTimes(_padding(max_decodes))
+        self._policy = DraftPolicy(self.stats, self._times, pass_times) if config.adaptive else None
         self._seen: set[Sequence] = set()
 
     def forced(self, seq: Sequence, num_drafts: int) -> int | None:
@@ -75,8 +81,6 @@ class Drafting:
     def forget_times(self) -> None:
         """Steps run in another way from now on, such as by a graph that was just captured."""
         self._times.clear()
-        if self._passes is not None:
-            self._passes.clear()
 
     def _chosen(self, wanted: Seq[Wanted]) -> list[int]:
         """Per sequence, as many drafts as a step has room for and as are worth their time."""
@@ -139,7 +143,8 @@ class ModelDrafting(Drafting):
         self, config: SpeculativeConfig, max_drafts: int, max_decodes: int, seed: int, *, lookahead: int, on_gpu: bool
     ) -> None:
         """`lookahead`: as in `LoadPlan`."""
-        super().__init__(config, max_drafts, max_decodes, seed)
+        self._pass_times = PassTimes(_padding(max_decodes))
+        super().__init__(config, max_drafts, max_decodes, seed, self._pass_times)
         self.unstored = max_drafts - lookahead
         self._on_gpu = on_gpu
         # What the last step drafted, for which sequences and how many for each.
@@ -153,6 +158,7 @@ class ModelDrafting(Drafting):
 
     def forget_times(self) -> None:
         super().forget_times()
+        self._pass_times.clear()
         self._read_at = None
 
     @property
@@ -190,9 +196,13 @@ class ModelDrafting(Drafting):
         if tokens is None or before is None or not rows:
             return
         seconds = tokens.seconds
-        assert self._passes is not None
-        self._passes.record(tokens.passes, behind, seconds)
+        self._pass_times.record(tokens.passes, behind, seconds)
         self._times.record(rows, max(now - before - seconds, 0.0))
+
+
+def _padding(max_decodes: int) -> Callable[[int], int]:
+    """The rows that a decode step of so many runs with. `max_decodes`: most of these."""
+    return functools.partial(padded_size, decode_sizes(max_decodes))
 
 
 def _event() -> torch.cuda.Event:
