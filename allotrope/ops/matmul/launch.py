@@ -122,13 +122,13 @@ def _nearest(shape: Shape, chip: str) -> Shape | None:
     Where each FP8 weight measured on H200 is launched as its nearest, 87 % round activations as their own launch does
     and 83 % share inputs so; by the rule of thumb 62 and 58 %.
     """
-    alike = [
+    measured = [
         other
         for other in map(Shape.of, tuned(chip))
         if (other.kind, other.gated, bool(other.experts)) == (shape.kind, shape.gated, bool(shape.experts))
     ]
     if shape.experts:
-        same = [other for other in alike if (other.outputs, other.inputs) == (shape.outputs, shape.inputs)]
+        same = [other for other in measured if (other.outputs, other.inputs) == (shape.outputs, shape.inputs)]
         return min(same, key=lambda other: abs(math.log(other.experts / shape.experts)), default=None)
     if shape.kind != "fp8" or shape.gated:
         return None
@@ -136,7 +136,7 @@ def _nearest(shape: Shape, chip: str) -> Shape | None:
     def distance(other: Shape) -> float:
         return math.hypot(math.log2(other.outputs / shape.outputs), math.log2(other.inputs / shape.inputs))
 
-    return min((other for other in alike if distance(other) < 1), key=distance, default=None)
+    return min((other for other in measured if distance(other) < 1), key=distance, default=None)
 
 
 @functools.cache
