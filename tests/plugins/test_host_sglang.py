@@ -53,7 +53,7 @@ def test_sglang_runs_its_own_model(environment: dict[str, str], before: str, lin
 def test_what_is_refused(tmp_path: Path) -> None:
     """Every reason at once."""
     options = {"cpu_offload_gb": 1, "enable_two_batch_overlap": True, "kv_cache_dtype": "fp8_e5m2"}
-    options["load_format"] = "presharded"
+    options |= {"load_format": "presharded", "enable_memory_saver": True}
     unread = ("kv_cache_dtype=fp8_e5m2 is not", "load_format=presharded is not")
     unseen = {
         "offload_group_size": 1,
@@ -65,7 +65,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     }
     asked = ask(write("LlamaForCausalLM", tmp_path), [FIRST], **options, **unseen)
     assert asked.code != 0
-    for reason in ("offloading weights is not supported", "two batches at once", *unread):
+    for reason in ("offloading weights is not supported", "two batches at once", "releasing weights without", *unread):
         assert reason in asked.log
     for option in unseen:
         assert f"({option}) is not supported by Allotrope's models" in asked.log, option

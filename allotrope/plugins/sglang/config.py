@@ -166,6 +166,10 @@ def _refuse(args: Any) -> None:
         "one memory for all caches (enable_unified_memory)": args.enable_unified_memory,
         "embeddings of texts": args.is_embedding,
         "two batches at once (enable_two_batch_overlap)": args.enable_two_batch_overlap,
+        # They would have to be loaded again.
+        "releasing weights without a copy (enable_memory_saver without enable_weights_cpu_backup)": (
+            args.enable_memory_saver and not args.enable_weights_cpu_backup
+        ),
         f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", *KV_DTYPES),
     } | {f"{what} ({option})": _is_wanted(getattr(args, option, None)) for option, what in _UNSEEN.items()}
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
