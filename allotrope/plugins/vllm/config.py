@@ -83,7 +83,7 @@ def refuse_unsupported(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: Mo
         "updates of weights (weight_transfer_config)": getattr(vllm_config, "weight_transfer_config", None) is not None,
         "returning the experts of tokens (enable_return_routed_experts)": _returns_experts(vllm_config),
         "rounding states at random (enable_mamba_cache_stochastic_rounding)": _rounds_at_random(vllm_config),
-        # Only vLLM 0.25 has this option.
+        # Newer releases lack this option.
         "measuring scales of FP8 rows": getattr(cache, "calculate_kv_scales", False),
     }
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]
