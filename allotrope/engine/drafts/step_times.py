@@ -31,8 +31,7 @@ class StepTimes:
     def __init__(self, pad: Callable[[int], int] = lambda rows: rows) -> None:
         self._pad = pad
         self._times: dict[int, deque[tuple[int, float]]] = {}
-        # By rows: those that run in their place, and whose times stand for them.
-        self._padded, self._bucketed = np.zeros((2, 1), np.int64)
+        self._padded = np.zeros(1, np.int64)
         self._step = 0
         self._rows: list[int] = []
         self._seconds: list[float] = []
@@ -61,36 +60,24 @@ class StepTimes:
 
     def knows(self, rows: int) -> bool:
         """Whether the time of `rows` was measured, or lies between two that were and are no factor of 2 apart."""
-        return bool(self.known(rows, 1)[0])
-
-    def known(self, first: int, count: int) -> npt.NDArray[np.bool_]:
-        """The same of `first`, `first + 1`, ... rows, `count` numbers."""
-        if not self._rows:
-            return np.zeros(count, np.bool_)
-        self._prepare(first + count)
-        wanted, rows = self._bucketed[first : first + count], np.array(self._rows)
-        i = np.searchsorted(rows, wanted)
-        above = rows[np.minimum(i, len(rows) - 1)]
-        between = (i > 0) & (above <= 2 * rows[np.maximum(i - 1, 0)])
-        return (i < len(rows)) & ((above == wanted) | between)
+        wanted = _bucket(self._pad(rows))
+        i = bisect_left(self._rows, wanted)
+        if i == len(self._rows):
+            return False
+        return self._rows[i] == wanted or (i > 0 and self._rows[i] <= 2 * self._rows[i - 1])
 
     def cost(self, first: int, count: int) -> Seconds:
         """Seconds of steps of `first`, `first + 1`, ... rows, `count` numbers. Something must be known."""
-        self._prepare(first + count)
+        while len(self._padded) < first + count:
+            known = len(self._padded)
+            more = [self._pad(rows) for rows in range(known, max(first + count, 2 * known))]
+            self._padded = np.concatenate([self._padded, np.array(more, np.int64)])
         padded = self._padded[first : first + count]
         # More rows never take less time; where they seem to, the times are noise.
         seconds = np.maximum.accumulate(self._seconds)
         last = self._rows[-1]
         # Beyond what was measured, each row takes its share of the greatest step.
         return np.interp(padded, self._rows, seconds) * np.maximum(padded / last, 1.0)
-
-    def _prepare(self, count: int) -> None:
-        """Know what runs in place of each number of rows below `count`."""
-        known = len(self._padded)
-        if known < count:
-            padded = [self._pad(rows) for rows in range(known, max(count, 2 * known))]
-            self._padded = np.concatenate([self._padded, np.array(padded, np.int64)])
-            self._bucketed = np.concatenate([self._bucketed, np.array([_bucket(rows) for rows in padded], np.int64)])
 
     def _refresh(self, kept: int) -> None:
         median = statistics.median(seconds for _, seconds in self._times[kept])
@@ -133,7 +120,7 @@ class PassTimes:
         return times is not None and times.knows(rows)
 
     def cost(self, passes: npt.NDArray[np.int64], first: int) -> Seconds:
-        """Seconds of `passes` [n] passes behind steps of `first`, `first + 1`, ... rows.
+        """Seconds of `passes` [n] passes, which do not fall, behind steps of `first`, `first + 1`, ... rows.
 
         A number of passes that was not measured behind so many rows takes its share of the largest number that was,
         beyond what storing the tokens takes.
@@ -145,12 +132,12 @@ class PassTimes:
         measured = {number: times for number, times in self._by_number.items() if number and times.measured}
         if not measured:
             return found
-        known = {number: times.known(first, count) for number, times in measured.items()}
-        largest = max([number for number in measured if known[number].any()] or measured)
+        largest = max([number for number in measured if self.knows(number, first + count - 1)] or measured)
         found += passes * np.maximum(measured[largest].cost(first, count) - storing, 0.0) / largest
         for number, times in measured.items():
-            own = known[number] & (passes == number)
-            found[own] = times.cost(first, count)[own]
+            begin, end = np.searchsorted(passes, (number, number + 1)).tolist()
+            if begin < end and self.knows(number, first + begin) and self.knows(number, first + end - 1):
+                found[begin:end] = times.cost(first + begin, end - begin)
         return found
 
 
