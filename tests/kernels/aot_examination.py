@@ -45,6 +45,7 @@ UNTIMED = [("sm_80", "sm_89"), ("sm_100",), ("sm_120",)]
 UNTIMED_SPILLS: dict[str, dict[str, int]] = {
     "sm_80": {
         "gdn wy by channel": 2480,
+        "gdn verify tokens": 8,
         "mxfp4 experts many rows": 424,
         "fp32 experts few rows gated": 8,
         "int4 many rows": 224,
@@ -60,9 +61,8 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
         "int4 experts many rows": 304,
         "int4 experts many rows gated": 40,
     },
-    "sm_100": {"mla decode 128 heads block-scaled sparse": 24},
+    "sm_100": {"gdn verify by channel": 8, "mla decode 128 heads block-scaled sparse": 24},
     "sm_120": {
-        "gdn verify": 16,
         "mla decode 128 heads block-scaled sparse": 32,
         "mxfp4 experts many rows": 160,
         "rope store 128 interleaved": 8,

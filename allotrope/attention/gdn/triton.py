@@ -72,9 +72,9 @@ def run(spec: GdnSpec, plan: GdnTritonPlan, caches: CacheViews, inputs: GdnInput
     layer = (inputs.conv_weight, inputs.conv_bias, inputs.A_log, inputs.dt_bias)
     out = qkv.new_empty((qkv.shape[0], spec.num_v_heads, spec.v_head_dim))
     if plan.decodes:
-        decodes = (plan.slots[: plan.decodes], plan.seq_lens, plan.arrivals, pools, qkv, b, a, layer, out)
+        decodes = (plan.slots[: plan.decodes], plan.seq_lens, pools, qkv, b, a, layer, out)
         if plan.verify is None:
-            triton_decode.decode(spec, *decodes)
+            triton_decode.decode(spec, plan.arrivals, *decodes)
         else:
             triton_verify.verify(spec, plan.verify, *decodes)
     if plan.chunks is not None:

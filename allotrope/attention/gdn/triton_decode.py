@@ -16,7 +16,17 @@ import torch
 import triton.language as tl
 
 from allotrope.attention.gdn.spec import GdnSpec
-from allotrope.attention.gdn.triton_gates import conv_step, decayed, update_conv_state
+from allotrope.attention.gdn.triton_gates import (
+    conv_token,
+    decayed,
+    load_a,
+    load_rates,
+    load_taps,
+    load_window,
+    shifted,
+    store_window,
+    update,
+)
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
@@ -47,19 +57,27 @@ def decode_kernel(
     mask_state = mask_k[:, None] & mask_v[None, :]
     state = tl.load(state_ptrs, mask=mask_state & (is_new == 0), other=0.0).to(tl.float32)
 
+    # Everything is asked for before anything is waited for.
     x_ptr, conv_state = qkv + request.to(tl.int64) * qkv_row, conv + slot * conv_slot
     q_channel = key_head * DK + offs_k
     k_channel = KEY_HEADS * DK + q_channel
     v_channel = 2 * KEY_HEADS * DK + head * DV + offs_v
-    q = conv_step(
-        x_ptr, conv_state, weight, bias, q_channel, mask_k, is_new, conv_row, weight_channel, weight_w, WIDTH, BIAS
-    )  # fmt: skip
-    k = conv_step(
-        x_ptr, conv_state, weight, bias, k_channel, mask_k, is_new, conv_row, weight_channel, weight_w, WIDTH, BIAS
-    )  # fmt: skip
-    v = conv_step(
-        x_ptr, conv_state, weight, bias, v_channel, mask_v, is_new, conv_row, weight_channel, weight_w, WIDTH, BIAS
-    )  # fmt: skip
+    q_x = tl.load(x_ptr + q_channel, mask=mask_k, other=0.0)
+    k_x = tl.load(x_ptr + k_channel, mask=mask_k, other=0.0)
+    v_x = tl.load(x_ptr + v_channel, mask=mask_v, other=0.0)
+    token_b = tl.load(b + request.to(tl.int64) * b_row + head * b_head)
+    token_a = load_a(a + request.to(tl.int64) * a_row, a_rate, head, offs_k, mask_k, DK, CHANNEL)
+    q_window = load_window(conv_state, q_channel, mask_k, is_new, conv_row, WIDTH)
+    k_window = load_window(conv_state, k_channel, mask_k, is_new, conv_row, WIDTH)
+    v_window = load_window(conv_state, v_channel, mask_v, is_new, conv_row, WIDTH)
+    q_taps = load_taps(weight, bias, q_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
+    k_taps = load_taps(weight, bias, k_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
+    v_taps = load_taps(weight, bias, v_channel, mask_v, weight_channel, weight_w, WIDTH, BIAS)
+    A, dt = load_rates(A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
+
+    q = conv_token(q_window, q_x, q_taps, WIDTH, BIAS)
+    k = conv_token(k_window, k_x, k_taps, WIDTH, BIAS)
+    v = conv_token(v_window, v_x, v_taps, WIDTH, BIAS)
     q = tl.where(mask_k, q, 0.0)
     k = tl.where(mask_k, k, 0.0)
     q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
@@ -69,37 +87,37 @@ def decode_kernel(
     counter = arrivals + request * KEY_HEADS + key_head
     arrived = tl.atomic_add(counter, 1, sem="release")
 
-    beta = tl.sigmoid(tl.load(b + request.to(tl.int64) * b_row + head * b_head).to(tl.float32))
-    a_ptr = a + request.to(tl.int64) * a_row
-    state = decayed(state, a_ptr, a_rate, A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
+    beta = tl.sigmoid(token_b.to(tl.float32))
+    state = decayed(state, token_a, A, dt, CHANNEL)
     k_state = tl.sum(state * k[:, None], axis=0)
     q_state = tl.sum(state * q[:, None], axis=0)
-    delta = beta * (v - k_state)
-    state += k[:, None] * delta[None, :]
+    delta, state = update(state, k, k_state, v, beta)
     tl.store(state_ptrs, state.to(ssm.dtype.element_ty), mask=mask_state)
-    tl.store(out_ptrs, (q_state + tl.sum(q * k, axis=0) * delta).to(out.dtype.element_ty), mask=mask_v)
+    tl.store(out_ptrs, tl.fma(tl.sum(q * k, axis=0), delta, q_state).to(out.dtype.element_ty), mask=mask_v)
 
-    update_conv_state(x_ptr, conv_state, v_channel, mask_v, is_new, conv_row, WIDTH)
+    store_window(conv_state, v_channel, mask_v, shifted(v_window, v_x, WIDTH), conv_row, WIDTH)
     if arrived == VALUES_PER_KEY * tl.num_programs(0) - 1:
-        update_conv_state(x_ptr, conv_state, q_channel, mask_k, is_new, conv_row, WIDTH)
-        update_conv_state(x_ptr, conv_state, k_channel, mask_k, is_new, conv_row, WIDTH)
+        store_window(conv_state, q_channel, mask_k, shifted(q_window, q_x, WIDTH), conv_row, WIDTH)
+        store_window(conv_state, k_channel, mask_k, shifted(k_window, k_x, WIDTH), conv_row, WIDTH)
         tl.store(counter, 0)
 
 
 def config(chip: Chip, key_dim: int, value_dim: int) -> dict[str, int]:
-    """Launch parameters: a small tile of the state, so that a multiprocessor holds many programs."""
+    """Launch parameters: a small tile of the state, so that a multiprocessor holds many programs. A warp that owns all
+    key channels of its values adds them up without waiting for another."""
+    warps = 2 if chip.vendor == "amd" else 1
     block_k = max(16, next_power_of_2(key_dim))
-    block_v = min(max(16, next_power_of_2(value_dim)), max(16, 8192 // block_k))
-    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": 2, "num_stages": 1}
+    block_v = min(max(16, next_power_of_2(value_dim)), max(16, warps * 4096 // block_k))
+    return {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": warps, "num_stages": 1}
 
 
 def decode(
-    spec: GdnSpec, slots: torch.Tensor, seq_lens: torch.Tensor, arrivals: torch.Tensor,
+    spec: GdnSpec, arrivals: torch.Tensor, slots: torch.Tensor, seq_lens: torch.Tensor,
     pools: Any, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, layer: Any, out: torch.Tensor, launch: Any = None,
 ) -> None:  # fmt: skip
     """One step of the recurrence for each of B requests.
 
-    `slots`: [B] int64. `seq_lens`: [B] int32. `arrivals`: [B, nk] int32 zeros. `pools`: "conv", "ssm". `qkv`, `b`, `a`:
+    `arrivals`: [B, nk] int32 zeros. `slots`: [B] int64. `seq_lens`: [B] int32. `pools`: "conv", "ssm". `qkv`, `b`, `a`:
     of B tokens. `layer`: (conv_weight, conv_bias, A_log, dt_bias). `out`: [B, nv, dv], overwritten. `launch`: replaces
     the result of `config`.
     """

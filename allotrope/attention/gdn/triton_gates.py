@@ -1,6 +1,8 @@
 """Device functions of the gated delta rule: its gates, and one step of the convolution."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+# Triton's compiler knows no (*tuple, item).
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
@@ -25,53 +27,97 @@ def silu(x):
 
 
 @triton.jit
-def decayed(
-    state, a_ptr, a_rate, A_log, dt_bias, head, offs_k, mask_k, DK: tl.constexpr, CHANNEL: tl.constexpr
-):  # fmt: skip
-    """e^g S of one token. `state`: [BLOCK_K, BLOCK_V] of value head `head`. `a_ptr`: the token's a."""
+def load_rates(A_log, dt_bias, head, offs_k, mask_k, DK: tl.constexpr, CHANNEL: tl.constexpr):
+    """e^A_log and dt_bias of a value head; dt_bias of each of its key channels if CHANNEL."""
     A = tl.exp(tl.load(A_log + head).to(tl.float32))
     if CHANNEL:
-        channel = head * DK + offs_k
-        dt = tl.load(a_ptr + channel * a_rate, mask=mask_k, other=0.0).to(tl.float32)
-        dt += tl.load(dt_bias + channel, mask=mask_k, other=0.0).to(tl.float32)
-        state *= tl.exp(-A * softplus(dt))[:, None]
+        dt = tl.load(dt_bias + head * DK + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     else:
-        dt = tl.load(a_ptr + head * a_rate).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        state *= tl.exp(-A * softplus(dt))
+        dt = tl.load(dt_bias + head).to(tl.float32)
+    return A, dt
+
+
+@triton.jit
+def load_a(a_ptr, a_rate, head, offs_k, mask_k, DK: tl.constexpr, CHANNEL: tl.constexpr):
+    """A token's a of a value head: of each of its key channels if CHANNEL."""
+    if CHANNEL:
+        a = tl.load(a_ptr + (head * DK + offs_k) * a_rate, mask=mask_k, other=0.0)
+    else:
+        a = tl.load(a_ptr + head * a_rate)
+    return a
+
+
+@triton.jit
+def decay_of(a, A, dt_bias):
+    """e^g of a token. `a`: as `load_a` has it; `A`, `dt_bias`: as `load_rates`."""
+    return tl.exp(-A * softplus(a.to(tl.float32) + dt_bias))
+
+
+@triton.jit
+def decayed(state, a, A, dt_bias, CHANNEL: tl.constexpr):
+    """e^g S of one token. `state`: [BLOCK_K, BLOCK_V]. Others: as in `decay_of`."""
+    decay = decay_of(a, A, dt_bias)
+    if CHANNEL:
+        state *= decay[:, None]
+    else:
+        state *= decay
     return state
 
 
 @triton.jit
-def conv_step(
-    x_ptr, conv_state, weight, bias, channel, mask_c, is_new, state_row, weight_channel, weight_w,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Convolution and SiLU of one token. `x_ptr`: its inputs. `conv_state`: the previous inputs; zeros if `is_new`.
-
-    Which product is rounded before the sum is stated, and not left to the compiler: verify steps have the same bits.
-    """
-    w_ptrs = weight + channel * weight_channel
-    x = tl.load(x_ptr + channel, mask=mask_c, other=0.0).to(tl.float32)
-    last = tl.load(w_ptrs + (WIDTH - 1) * weight_w, mask=mask_c, other=0.0).to(tl.float32)
-    for j in tl.static_range(WIDTH - 1):
-        state = tl.load(conv_state + j * state_row + channel, mask=mask_c & (is_new == 0), other=0.0).to(tl.float32)
-        tap = tl.load(w_ptrs + j * weight_w, mask=mask_c, other=0.0).to(tl.float32)
-        if j == 0:
-            y = tl.fma(x, last, state * tap)
-        else:
-            y = tl.fma(state, tap, y)
-    if BIAS:
-        y += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)
-    return silu(y)
+def update(state, k, k_state, v, beta):
+    """d = beta (v - k_state), and S + k d^T of the decayed state. What is rounded is stated: see `conv_token`."""
+    delta = tl.fma(-beta, k_state, beta * v)
+    return delta, tl.fma(k[:, None], delta[None, :], state)
 
 
 @triton.jit
-def update_conv_state(x_ptr, conv_state, channel, mask_c, is_new, state_row, WIDTH: tl.constexpr):
-    """Drop the oldest input of the conv state and append the token's. All readers of these channels must be done."""
-    for j in tl.static_range(WIDTH - 2):
-        state = tl.load(conv_state + (j + 1) * state_row + channel, mask=mask_c & (is_new == 0), other=0.0)
-        tl.debug_barrier()
-        tl.store(conv_state + j * state_row + channel, state, mask=mask_c)
-    x = tl.load(x_ptr + channel, mask=mask_c, other=0.0)
-    tl.debug_barrier()
-    tl.store(conv_state + (WIDTH - 2) * state_row + channel, x.to(conv_state.dtype.element_ty), mask=mask_c)
+def load_taps(weight, bias, channel, mask_c, weight_channel, weight_w, WIDTH: tl.constexpr, BIAS: tl.constexpr):
+    """The convolution's weights of `channel`, oldest input first, then its bias."""
+    taps = ()
+    for j in tl.static_range(WIDTH):
+        pointer = weight + channel * weight_channel + j * weight_w
+        taps = taps + (tl.load(pointer, mask=mask_c, other=0.0).to(tl.float32),)
+    if BIAS:
+        taps = taps + (tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def load_window(conv_state, channel, mask_c, is_new, conv_row, WIDTH: tl.constexpr):
+    """The convolution's inputs before a token, oldest first: zeros if `is_new`."""
+    window = ()
+    for j in tl.static_range(WIDTH - 1):
+        old = tl.load(conv_state + j * conv_row + channel, mask=mask_c & (is_new == 0), other=0.0)
+        window = window + (old,)
+    return window
+
+
+@triton.jit
+def shifted(window, x, WIDTH: tl.constexpr):
+    """`window` without its oldest input, and with `x`."""
+    moved = ()
+    for j in tl.static_range(1, WIDTH - 1):
+        moved = moved + (window[j],)
+    return moved + (x.to(window[0].dtype),)
+
+
+@triton.jit
+def store_window(conv_state, channel, mask_c, window, conv_row, WIDTH: tl.constexpr):
+    """All readers of these channels must be done."""
+    for j in tl.static_range(WIDTH - 1):
+        tl.store(conv_state + j * conv_row + channel, window[j], mask=mask_c)
+
+
+@triton.jit
+def conv_token(window, x, taps, WIDTH: tl.constexpr, BIAS: tl.constexpr):
+    """Convolution and SiLU of the token of input `x`.
+
+    Which product is rounded before the sum is stated, and not left to the compiler: verify steps have the same bits.
+    """
+    y = tl.fma(x.to(tl.float32), taps[WIDTH - 1], window[0].to(tl.float32) * taps[0])
+    for j in tl.static_range(1, WIDTH - 1):
+        y = tl.fma(window[j].to(tl.float32), taps[j], y)
+    if BIAS:
+        y += taps[WIDTH]
+    return silu(y)

@@ -1,13 +1,15 @@
-"""Decode of a verify step, fused: replay of the accepted drafts, the new tokens, and the conv state, in one launch.
+"""Decode of a verify step: replay of the accepted drafts, the new tokens, and the conv state, in two launches.
 
-A program owns BLOCK_V value channels of one value head of one sequence. It reads that part of the state once, replays
-the drafts of the step before that turned out to be right, takes the sequence's first new token, stores the state, and
-goes on over the drafts without storing it. Programs of the rows of drafts end at once. A token's arithmetic is that of
-`triton_decode`, in its order and with the state rounded to its stored type between tokens, so that the results have the
-bits of plain decoding.
+`tokens_kernel` computes what the recurrence reads of a token: the convolution of q, k and v, norms and gates. All
+tokens do that at once, those that are replayed as well.
 
-Every program of a key head reads the conv state and the kept inputs of q and k, and the programs of a value head read
-its kept b and a. The last of them to be done overwrites these; an integer counter finds the last one.
+In `verify_kernel` a program owns BLOCK_V value channels of one value head of one sequence. It reads that part of the
+state once, replays the drafts of the step before that turned out to be right, takes the sequence's first new token,
+stores the state, and goes on over the drafts without storing it. Programs of the rows of drafts end at once. Then the
+programs of a sequence share its channels out, and store the conv state and the inputs of the drafts.
+
+A token's arithmetic is that of `triton_decode`, in its order and with the state rounded to its stored type between
+tokens, so that the results have the bits of plain decoding.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
@@ -24,11 +26,11 @@ import triton.language as tl
 from allotrope.attention.batch import VerifyTensors
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_decode import config
-from allotrope.attention.gdn.triton_gates import decayed, silu
+from allotrope.attention.gdn.triton_gates import conv_token, decay_of, load_a, load_rates, load_taps, update
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
-from allotrope.kernels.tiles import cdiv
+from allotrope.kernels.tiles import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -47,78 +49,170 @@ def load_input(
 
 
 @triton.jit
-def load_taps(weight, bias, channel, mask_c, weight_channel, weight_w, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """The convolution's weights of `channel`, oldest input first, then its bias."""
-    taps = ()
+def load_inputs(
+    token, num_replay, x_ptr, x_row, draft_ptr, conv_state, channel, mask_c, is_new, conv_row,
+    WIDTH: tl.constexpr, CONV_DIM: tl.constexpr,
+):  # fmt: skip
+    """The convolution's inputs of a token, its own the last."""
+    inputs = ()
     for j in tl.static_range(WIDTH):
-        pointer = weight + channel * weight_channel + j * weight_w
-        taps = taps + (tl.load(pointer, mask=mask_c, other=0.0).to(tl.float32),)
-    if BIAS:
-        taps = taps + (tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32),)
-    return taps
+        x = load_input(
+            token - (WIDTH - 1) + j, num_replay, x_ptr, x_row, draft_ptr, conv_state, channel, mask_c, is_new, conv_row,
+            WIDTH, CONV_DIM,
+        )  # fmt: skip
+        inputs = inputs + (x,)
+    return inputs
+
+
+@pdl_jit
+def tokens_kernel(
+    qkv, b, a, weight, bias, A_log, dt_bias, conv, draft_qkv, draft_b, draft_a, q_out, k_out, qk_out, v_out, beta_out,
+    decay_out, slots, seq_lens, first_row, rows, replay, qkv_row, b_row, b_head, a_row, a_rate, weight_channel,
+    weight_w, conv_slot, conv_row, draft_qkv_slot, draft_b_slot, draft_a_slot, scale, eps,
+    KEY_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Token [0, b] is the new one of request b, token [1 + i, b] the draft i that the sequence of request b replays.
+
+    Writes, of a token and a key head, q and k with their norms, and k . q; of its value heads v, beta and e^g.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    key_head, request, kind = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    value_heads: tl.constexpr = KEY_HEADS * VALUES_PER_KEY
+    conv_dim: tl.constexpr = 2 * KEY_HEADS * DK + value_heads * DV
+    rates: tl.constexpr = value_heads * DK if CHANNEL else value_heads
+    slot = tl.load(slots + request).to(tl.int64)
+    if slot <= 0:
+        return
+    first = tl.load(first_row + request)
+    num_replay = tl.where(tl.load(seq_lens + first) <= 1, 0, tl.load(replay + first))
+    if kind > 0:
+        if tl.load(rows + request) == 0:
+            return
+        if kind > num_replay:
+            return
+    is_new = tl.load(seq_lens + first) <= 1
+    token = tl.where(kind > 0, kind - 1, num_replay + request - first)
+    x_ptr, conv_state = qkv + first.to(tl.int64) * qkv_row, conv + slot * conv_slot
+    draft_x = draft_qkv + slot * draft_qkv_slot
+    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    mask_k, mask_v = offs_k < DK, offs_v < DV
+    q_channel = key_head * DK + offs_k
+    k_channel = KEY_HEADS * DK + q_channel
+    q_inputs = load_inputs(
+        token, num_replay, x_ptr, qkv_row, draft_x, conv_state, q_channel, mask_k, is_new, conv_row, WIDTH, conv_dim
+    )  # fmt: skip
+    k_inputs = load_inputs(
+        token, num_replay, x_ptr, qkv_row, draft_x, conv_state, k_channel, mask_k, is_new, conv_row, WIDTH, conv_dim
+    )  # fmt: skip
+    q_taps = load_taps(weight, bias, q_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
+    k_taps = load_taps(weight, bias, k_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
+    q = tl.where(mask_k, conv_token(q_inputs, q_inputs[WIDTH - 1], q_taps, WIDTH, BIAS), 0.0)
+    k = tl.where(mask_k, conv_token(k_inputs, k_inputs[WIDTH - 1], k_taps, WIDTH, BIAS), 0.0)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
+    place = kind * tl.num_programs(1) + request
+    at_key = place.to(tl.int64) * KEY_HEADS + key_head
+    tl.store(q_out + at_key * DK + offs_k, q, mask=mask_k)
+    tl.store(k_out + at_key * DK + offs_k, k, mask=mask_k)
+    tl.store(qk_out + at_key, tl.sum(q * k, axis=0))
+
+    is_kept = kind > 0
+    b_ptr = tl.where(is_kept, draft_b + slot * draft_b_slot + token * value_heads, b + request.to(tl.int64) * b_row)
+    a_ptr = tl.where(is_kept, draft_a + slot * draft_a_slot + token * rates, a + request.to(tl.int64) * a_row)
+    b_step, a_step = tl.where(is_kept, 1, b_head), tl.where(is_kept, 1, a_rate)
+    for i in tl.static_range(VALUES_PER_KEY):
+        head = key_head * VALUES_PER_KEY + i
+        v_channel = 2 * KEY_HEADS * DK + head * DV + offs_v
+        v_inputs = load_inputs(
+            token, num_replay, x_ptr, qkv_row, draft_x, conv_state, v_channel, mask_v, is_new, conv_row, WIDTH,
+            conv_dim,
+        )  # fmt: skip
+        v_taps = load_taps(weight, bias, v_channel, mask_v, weight_channel, weight_w, WIDTH, BIAS)
+        A, dt = load_rates(A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
+        token_a = load_a(a_ptr, a_step, head, offs_k, mask_k, DK, CHANNEL)
+        v = conv_token(v_inputs, v_inputs[WIDTH - 1], v_taps, WIDTH, BIAS)
+        at_value = place.to(tl.int64) * value_heads + head
+        tl.store(v_out + at_value * DV + offs_v, v, mask=mask_v)
+        tl.store(beta_out + at_value, tl.sigmoid(tl.load(b_ptr + head * b_step).to(tl.float32)))
+        decay = decay_of(token_a, A, dt)
+        if CHANNEL:
+            tl.store(decay_out + at_value * DK + offs_k, decay, mask=mask_k)
+        else:
+            tl.store(decay_out + at_value, decay)
 
 
 @triton.jit
-def load_window(conv_state, channel, mask_c, is_new, conv_row, WIDTH: tl.constexpr):
-    """The convolution's inputs before the first token, oldest first: zeros if `is_new`."""
-    window = ()
-    for j in tl.static_range(WIDTH - 1):
-        old = tl.load(conv_state + j * conv_row + channel, mask=mask_c & (is_new == 0), other=0.0)
-        window = window + (old,)
-    return window
+def load_token(
+    q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v,
+    KEY_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """What `tokens_kernel` wrote of the token at `place`."""
+    at_key = place.to(tl.int64) * KEY_HEADS + key_head
+    at_value = place.to(tl.int64) * (KEY_HEADS * VALUES_PER_KEY) + head
+    token_q = tl.load(q + at_key * DK + offs_k, mask=mask_k, other=0.0)
+    token_k = tl.load(k + at_key * DK + offs_k, mask=mask_k, other=0.0)
+    token_v = tl.load(v + at_value * DV + offs_v, mask=mask_v, other=0.0)
+    if CHANNEL:
+        token_decay = tl.load(decay + at_value * DK + offs_k, mask=mask_k, other=0.0)[:, None]
+    else:
+        token_decay = tl.load(decay + at_value)
+    return token_q, token_k, tl.load(qk + at_key), token_v, tl.load(beta + at_value), token_decay
 
 
 @triton.jit
-def shifted(window, x, WIDTH: tl.constexpr):
-    """`window` without its oldest input, and with `x`."""
-    moved = ()
-    for j in tl.static_range(1, WIDTH - 1):
-        moved = moved + (window[j],)
-    return moved + (x,)
-
-
-@triton.jit
-def conv_token(window, x, taps, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """Convolution and SiLU of the token of input `x`, as `triton_gates.conv_step`."""
-    y = tl.fma(x.to(tl.float32), taps[WIDTH - 1], window[0].to(tl.float32) * taps[0])
-    for j in tl.static_range(1, WIDTH - 1):
-        y = tl.fma(window[j].to(tl.float32), taps[j], y)
-    if BIAS:
-        y += taps[WIDTH]
-    return silu(y)
+def rounded(state, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """`state` as the cache would give it back. PAIRS: bf16, two numbers at once."""
+    if PAIRS:
+        # The compiler takes the pair apart in four instructions.
+        state = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both, low, high;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 low, both, 16;
+            and.b32 high, both, 0xFFFF0000;
+            mov.b32 $0, low;
+            mov.b32 $1, high;
+            }""",
+            "=f,=f,f,f", [state], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        state = state.to(dtype).to(tl.float32)
+    return state
 
 
 @triton.jit
 def keep_inputs(
     num_rows, num_replay, x_ptr, x_row, draft_ptr, conv_state, channel, mask_c, is_new, conv_row,
-    WIDTH: tl.constexpr, CONV_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, CONV_DIM: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the conv state after the first new token, and the drafts' inputs. All readers of the channels are done."""
-    for j in tl.static_range(WIDTH - 1):
-        # Rows move towards the oldest one: none is read after it is overwritten.
-        x = load_input(
-            num_replay - (WIDTH - 2) + j, num_replay, x_ptr, x_row, draft_ptr, conv_state, channel, mask_c, is_new,
-            conv_row, WIDTH, CONV_DIM,
-        )  # fmt: skip
-        tl.debug_barrier()
-        tl.store(conv_state + j * conv_row + channel, x, mask=mask_c)
+    """Store the conv state after the first new token, and the drafts' inputs."""
+    # All but the oldest of what the first new token saw.
+    inputs = load_inputs(
+        num_replay, num_replay, x_ptr, x_row, draft_ptr, conv_state, channel, mask_c, is_new, conv_row, WIDTH, CONV_DIM
+    )  # fmt: skip
+    draft = tl.arange(0, DRAFTS)
+    mask = (draft < num_rows - 1)[:, None] & mask_c[None, :]
+    new = tl.load(x_ptr + (draft[:, None] + 1) * x_row + channel[None, :], mask=mask, other=0.0)
+    # All threads have read what is overwritten.
     tl.debug_barrier()
-    for draft in range(num_rows - 1):
-        x = tl.load(x_ptr + (draft + 1) * x_row + channel, mask=mask_c, other=0.0)
-        tl.store(draft_ptr + draft * CONV_DIM + channel, x, mask=mask_c)
+    for j in tl.static_range(1, WIDTH):
+        tl.store(conv_state + (j - 1) * conv_row + channel, inputs[j], mask=mask_c)
+    tl.store(draft_ptr + draft[:, None] * CONV_DIM + channel[None, :], new, mask=mask)
 
 
 @pdl_jit
 def verify_kernel(
-    qkv, b, a, weight, bias, A_log, dt_bias, conv, ssm, draft_qkv, draft_b, draft_a, out, slots, seq_lens, rows, replay,
-    arrivals, qkv_row, b_row, b_head, a_row, a_rate, weight_channel, weight_w, conv_slot, conv_row, ssm_slot,
-    draft_qkv_slot, draft_b_slot, draft_a_slot, scale, eps,
+    q, k, qk, v, beta, decay, qkv, b, a, conv, ssm, draft_qkv, draft_b, draft_a, out, slots, seq_lens, rows, replay,
+    qkv_row, b_row, b_head, a_row, a_rate, conv_slot, conv_row, ssm_slot, draft_qkv_slot, draft_b_slot, draft_a_slot,
     KEY_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DRAFTS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`rows`, `replay`: `num_rows` and `replay` of `VerifyTensors`. `draft_qkv`, `draft_b`, `draft_a`: the kept inputs
-    of drafts, contiguous in a slot. `arrivals`: [B, KEY_HEADS] int32 counters, zeros before and after. Other arguments:
-    as in `reference.run`.
+    """`q` to `decay`: what `tokens_kernel` wrote. `rows`, `replay`: `num_rows` and `replay` of `VerifyTensors`.
+    `draft_qkv`, `draft_b`, `draft_a`: the kept inputs of up to DRAFTS drafts, contiguous in a slot. Other arguments: as
+    in `reference.run`.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -142,118 +236,111 @@ def verify_kernel(
     state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_k[:, None] * DV + offs_v[None, :]
     mask_state = mask_k[:, None] & mask_v[None, :]
     state = tl.load(state_ptrs, mask=mask_state & (is_new == 0), other=0.0).to(tl.float32)
+    # What a token needs is asked for one token ahead.
+    requests = tl.num_programs(2)
+    place = tl.where(num_replay > 0, requests + request, request)
+    token_q, token_k, token_qk, token_v, token_beta, token_decay = load_token(
+        q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v, KEY_HEADS, VALUES_PER_KEY, DK,
+        DV, CHANNEL,
+    )  # fmt: skip
+    for token in range(num_replay):
+        place = tl.where(token + 1 < num_replay, (token + 2) * requests + request, request)
+        next_q, next_k, next_qk, next_v, next_beta, next_decay = load_token(
+            q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v, KEY_HEADS, VALUES_PER_KEY,
+            DK, DV, CHANNEL,
+        )  # fmt: skip
+        state *= token_decay
+        k_state = tl.sum(state * token_k[:, None], axis=0)
+        _, state = update(state, token_k, k_state, token_v, token_beta)
+        state = rounded(state, ssm.dtype.element_ty, PAIRS)
+        token_q, token_k, token_qk, token_v = next_q, next_k, next_qk, next_v
+        token_beta, token_decay = next_beta, next_decay
+    for row in range(num_rows):
+        place = request + tl.minimum(row + 1, num_rows - 1)
+        next_q, next_k, next_qk, next_v, next_beta, next_decay = load_token(
+            q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v, KEY_HEADS, VALUES_PER_KEY,
+            DK, DV, CHANNEL,
+        )  # fmt: skip
+        state *= token_decay
+        k_state = tl.sum(state * token_k[:, None], axis=0)
+        q_state = tl.sum(state * token_q[:, None], axis=0)
+        delta, state = update(state, token_k, k_state, token_v, token_beta)
+        if row == 0:
+            tl.store(state_ptrs, state.to(ssm.dtype.element_ty), mask=mask_state)
+        state = rounded(state, ssm.dtype.element_ty, PAIRS)
+        o = tl.fma(token_qk, delta, q_state)
+        tl.store(out_ptrs + row * (value_heads * DV), o.to(out.dtype.element_ty), mask=mask_v)
+        token_q, token_k, token_qk, token_v = next_q, next_k, next_qk, next_v
+        token_beta, token_decay = next_beta, next_decay
 
     x_ptr, conv_state = qkv + request.to(tl.int64) * qkv_row, conv + slot * conv_slot
-    b_ptr, a_ptr = b + request.to(tl.int64) * b_row, a + request.to(tl.int64) * a_row
-    draft_x, draft_b_ptr = draft_qkv + slot * draft_qkv_slot, draft_b + slot * draft_b_slot
-    draft_a_ptr = draft_a + slot * draft_a_slot
-    q_channel = key_head * DK + offs_k
-    k_channel = KEY_HEADS * DK + q_channel
-    v_channel = 2 * KEY_HEADS * DK + head * DV + offs_v
-    q_taps = load_taps(weight, bias, q_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
-    k_taps = load_taps(weight, bias, k_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
-    v_taps = load_taps(weight, bias, v_channel, mask_v, weight_channel, weight_w, WIDTH, BIAS)
-    q_window = load_window(conv_state, q_channel, mask_k, is_new, conv_row, WIDTH)
-    k_window = load_window(conv_state, k_channel, mask_k, is_new, conv_row, WIDTH)
-    v_window = load_window(conv_state, v_channel, mask_v, is_new, conv_row, WIDTH)
-    for token in range(num_replay):
-        kept = draft_x + token * conv_dim
-        q_x = tl.load(kept + q_channel, mask=mask_k, other=0.0)
-        k_x = tl.load(kept + k_channel, mask=mask_k, other=0.0)
-        v_x = tl.load(kept + v_channel, mask=mask_v, other=0.0)
-        k = conv_token(k_window, k_x, k_taps, WIDTH, BIAS)
-        v = conv_token(v_window, v_x, v_taps, WIDTH, BIAS)
-        q_window, k_window, v_window = (
-            shifted(q_window, q_x, WIDTH), shifted(k_window, k_x, WIDTH), shifted(v_window, v_x, WIDTH)
-        )  # fmt: skip
-        k = tl.where(mask_k, k, 0.0)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
-        beta = tl.sigmoid(tl.load(draft_b_ptr + token * value_heads + head).to(tl.float32))
-        state = decayed(state, draft_a_ptr + token * rates, 1, A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
-        k_state = tl.sum(state * k[:, None], axis=0)
-        delta = beta * (v - k_state)
-        state += k[:, None] * delta[None, :]
-        state = state.to(ssm.dtype.element_ty).to(tl.float32)
-    for row in range(num_rows):
-        new = x_ptr + row * qkv_row
-        q_x = tl.load(new + q_channel, mask=mask_k, other=0.0)
-        k_x = tl.load(new + k_channel, mask=mask_k, other=0.0)
-        v_x = tl.load(new + v_channel, mask=mask_v, other=0.0)
-        q = conv_token(q_window, q_x, q_taps, WIDTH, BIAS)
-        k = conv_token(k_window, k_x, k_taps, WIDTH, BIAS)
-        v = conv_token(v_window, v_x, v_taps, WIDTH, BIAS)
-        q_window, k_window, v_window = (
-            shifted(q_window, q_x, WIDTH), shifted(k_window, k_x, WIDTH), shifted(v_window, v_x, WIDTH)
-        )  # fmt: skip
-        q = tl.where(mask_k, q, 0.0)
-        k = tl.where(mask_k, k, 0.0)
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
-        beta = tl.sigmoid(tl.load(b_ptr + row * b_row + head * b_head).to(tl.float32))
-        state = decayed(state, a_ptr + row * a_row, a_rate, A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
-        k_state = tl.sum(state * k[:, None], axis=0)
-        q_state = tl.sum(state * q[:, None], axis=0)
-        delta = beta * (v - k_state)
-        state += k[:, None] * delta[None, :]
-        stored = state.to(ssm.dtype.element_ty)
-        if row == 0:
-            tl.store(state_ptrs, stored, mask=mask_state)
-        state = stored.to(tl.float32)
-        o = q_state + tl.sum(q * k, axis=0) * delta
-        tl.store(out_ptrs + row * (value_heads * DV), o.to(out.dtype.element_ty), mask=mask_v)
-
-    # All threads have read the conv state and the kept inputs, also for the last draft.
-    tl.debug_barrier()
-    counter = arrivals + request * KEY_HEADS + key_head
-    arrived = tl.atomic_add(counter, 1, sem="release")
-    keep_inputs(
-        num_rows, num_replay, x_ptr, qkv_row, draft_x, conv_state, v_channel, mask_v, is_new, conv_row, WIDTH, conv_dim
-    )  # fmt: skip
-    if arrived == VALUES_PER_KEY * tl.num_programs(0) - 1:
+    draft_x = draft_qkv + slot * draft_qkv_slot
+    for block in range(head * tl.num_programs(0) + v_block, tl.cdiv(conv_dim, 128), value_heads * tl.num_programs(0)):
+        channel = block * 128 + tl.arange(0, 128)
         keep_inputs(
-            num_rows, num_replay, x_ptr, qkv_row, draft_x, conv_state, q_channel, mask_k, is_new, conv_row, WIDTH,
-            conv_dim,
+            num_rows, num_replay, x_ptr, qkv_row, draft_x, conv_state, channel, channel < conv_dim, is_new, conv_row,
+            WIDTH, conv_dim, DRAFTS,
         )  # fmt: skip
-        keep_inputs(
-            num_rows, num_replay, x_ptr, qkv_row, draft_x, conv_state, k_channel, mask_k, is_new, conv_row, WIDTH,
-            conv_dim,
+    if v_block == 0:
+        draft = tl.arange(0, DRAFTS)
+        is_draft = draft < num_rows - 1
+        b_ptrs = b + (request + draft + 1).to(tl.int64) * b_row + head * b_head
+        tl.store(
+            draft_b + slot * draft_b_slot + draft * value_heads + head,
+            tl.load(b_ptrs, mask=is_draft, other=0.0), mask=is_draft,
         )  # fmt: skip
-        for draft in range(num_rows - 1):
-            for i in tl.static_range(VALUES_PER_KEY):
-                value_head = key_head * VALUES_PER_KEY + i
-                new_b = tl.load(b_ptr + (draft + 1) * b_row + value_head * b_head)
-                tl.store(draft_b_ptr + draft * value_heads + value_head, new_b)
-                if CHANNEL:
-                    rate = value_head * DK + offs_k
-                    new_a = tl.load(a_ptr + (draft + 1) * a_row + rate * a_rate, mask=mask_k, other=0.0)
-                    tl.store(draft_a_ptr + draft * rates + rate, new_a, mask=mask_k)
-                else:
-                    new_a = tl.load(a_ptr + (draft + 1) * a_row + value_head * a_rate)
-                    tl.store(draft_a_ptr + draft * rates + value_head, new_a)
-        tl.store(counter, 0)
+        a_ptrs, draft_a_ptrs = a + (request + draft + 1).to(tl.int64) * a_row, draft_a + slot * draft_a_slot
+        if CHANNEL:
+            rate, mask = head * DK + offs_k[None, :], is_draft[:, None] & mask_k[None, :]
+            new_a = tl.load(a_ptrs[:, None] + rate * a_rate, mask=mask, other=0.0)
+            tl.store(draft_a_ptrs + draft[:, None] * rates + rate, new_a, mask=mask)
+        else:
+            new_a = tl.load(a_ptrs + head * a_rate, mask=is_draft, other=0.0)
+            tl.store(draft_a_ptrs + draft * rates + head, new_a, mask=is_draft)
 
 
 def verify(
-    spec: GdnSpec, tensors: VerifyTensors, slots: torch.Tensor, seq_lens: torch.Tensor, arrivals: torch.Tensor,
-    pools: Any, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, layer: Any, out: torch.Tensor, launch: Any = None,
+    spec: GdnSpec, tensors: VerifyTensors, slots: torch.Tensor, seq_lens: torch.Tensor, pools: Any, qkv: torch.Tensor,
+    b: torch.Tensor, a: torch.Tensor, layer: Any, out: torch.Tensor, launch: Any = None,
 ) -> None:  # fmt: skip
     """As `triton_decode.decode` of B requests, of which some are the drafts of others. `tensors`: which ones."""
     weight, bias, a_log, dt_bias = layer
     conv, ssm = pools["conv"], pools["ssm"]
     drafts = [pools[name] for name in ("draft_qkv", "draft_b", "draft_a")]
     # Drafts are replayed from what is kept of them: it has to be what a plain decode reads.
-    assert {t.dtype for t in (qkv, b, a)} == {conv.dtype}, "activations of another type than the conv state"
+    assert {t.dtype for t in (qkv, b, a, *drafts)} == {conv.dtype}, "activations of another type than the conv state"
     assert all(one[0].is_contiguous() for one in drafts)
-    launch = launch or config(chip_of(qkv.device), spec.k_head_dim, spec.v_head_dim)
-    grid = (cdiv(spec.v_head_dim, launch["BLOCK_V"]), spec.num_v_heads, len(slots))
-    verify_kernel[grid](
-        qkv, b, a, weight, weight if bias is None else bias, a_log, dt_bias, conv, ssm, *drafts, out, slots, seq_lens,
-        tensors.num_rows, tensors.replay, arrivals, qkv.stride(0), b.stride(0), b.stride(1), a.stride(0), a.stride(1),
-        weight.stride(0), weight.stride(1), conv.stride(0), conv.stride(1), ssm.stride(0),
-        *(one.stride(0) for one in drafts), spec.k_head_dim**-0.5, 1e-6,
-        KEY_HEADS=spec.num_k_heads, VALUES_PER_KEY=spec.num_v_heads // spec.num_k_heads, DK=spec.k_head_dim,
-        DV=spec.v_head_dim, WIDTH=spec.conv_width, CHANNEL=spec.channel_decay, BIAS=bias is not None, **launch,
+    chip = chip_of(qkv.device)
+    launch = launch or config(chip, spec.k_head_dim, spec.v_head_dim)
+    requests, kinds = len(slots), 1 + spec.max_drafts
+
+    def of_tokens(*shape: int) -> torch.Tensor:
+        return torch.empty((kinds, requests, *shape), dtype=torch.float32, device=qkv.device)
+
+    q, k = (of_tokens(spec.num_k_heads, spec.k_head_dim) for _ in range(2))
+    qk, v = of_tokens(spec.num_k_heads), of_tokens(spec.num_v_heads, spec.v_head_dim)
+    beta, decay = of_tokens(spec.num_v_heads), of_tokens(spec.decay_dim)
+    sizes = {
+        "KEY_HEADS": spec.num_k_heads, "VALUES_PER_KEY": spec.num_v_heads // spec.num_k_heads, "DK": spec.k_head_dim,
+        "DV": spec.v_head_dim, "WIDTH": spec.conv_width, "CHANNEL": spec.channel_decay,
+    }  # fmt: skip
+    gates = (b.stride(0), b.stride(1), a.stride(0), a.stride(1))
+    kept = [one.stride(0) for one in drafts]
+    tokens_kernel[(spec.num_k_heads, requests, kinds)](
+        qkv, b, a, weight, weight if bias is None else bias, a_log, dt_bias, conv, *drafts, q, k, qk, v, beta, decay,
+        slots, seq_lens, tensors.first_row, tensors.num_rows, tensors.replay, qkv.stride(0), *gates, weight.stride(0),
+        weight.stride(1), conv.stride(0), conv.stride(1), *kept, spec.k_head_dim**-0.5, 1e-6, BIAS=bias is not None,
+        **sizes, **launch | {"BLOCK_V": max(16, next_power_of_2(spec.v_head_dim))},
     )  # fmt: skip
+    verify_kernel[(cdiv(spec.v_head_dim, launch["BLOCK_V"]), spec.num_v_heads, requests)](
+        q, k, qk, v, beta, decay, qkv, b, a, conv, ssm, *drafts, out, slots, seq_lens, tensors.num_rows,
+        tensors.replay, qkv.stride(0), *gates, conv.stride(0), conv.stride(1), ssm.stride(0), *kept,
+        DRAFTS=next_power_of_2(spec.max_drafts), PAIRS=_in_pairs(chip, ssm.dtype), **sizes, **launch,
+    )  # fmt: skip
+
+
+def _in_pairs(chip: Chip, dtype: torch.dtype) -> bool:
+    return chip.vendor == "nvidia" and dtype == torch.bfloat16
 
 
 @specializations
@@ -261,26 +348,26 @@ def released(chip: Chip) -> list[Specialization]:
     """The released size, with a decay per head and per channel. How many drafts there are is an argument."""
     launch = config(chip, 128, 128)
     found = []
-    for channel in (False, True):
+    for channel, state in ((False, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
         pointers = ("qkv", "b", "a", "conv", "out", "draft_qkv", "draft_b", "draft_a")
-        signature = dict.fromkeys(pointers, "*bf16:16") | {"ssm": "*fp32:16", "scale": "fp32", "eps": "fp32"}
-        signature |= dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), "*fp32:16") | {"slots": "*i64:16"}
-        signature |= dict.fromkeys(("seq_lens", "rows", "replay", "arrivals"), "*i32:16")
+        read = ("q", "k", "qk", "v", "beta", "decay")
+        signature = dict.fromkeys(pointers, "*bf16:16") | dict.fromkeys(read, "*fp32:16")
+        signature |= dict.fromkeys((f"{name}_out" for name in read), "*fp32:16") | {"scale": "fp32", "eps": "fp32"}
+        signature |= {"ssm": "*bf16:16" if state == torch.bfloat16 else "*fp32:16", "slots": "*i64:16"}
+        signature |= dict.fromkeys(("weight", "bias", "A_log", "dt_bias"), "*fp32:16")
+        signature |= dict.fromkeys(("seq_lens", "first_row", "rows", "replay"), "*i32:16")
         strides = ("qkv_row", "weight_w", "conv_slot", "conv_row", "ssm_slot")
         signature |= dict.fromkeys((*strides, "draft_qkv_slot", "draft_b_slot", "draft_a_slot"), "i32:16")
         signature |= dict.fromkeys(("b_row", "b_head", "a_row", "a_rate", "weight_channel"), "i32")
-        constants = {
-            "KEY_HEADS": 16,
-            "VALUES_PER_KEY": 2,
-            "DK": 128,
-            "DV": 128,
-            "WIDTH": 4,
-            "CHANNEL": channel,
-            "BIAS": False,
-        }
-        constants |= {"BLOCK_K": launch["BLOCK_K"], "BLOCK_V": launch["BLOCK_V"]}
-        name = f"gdn verify{' by channel' if channel else ''}"
-        # With more warps nothing would spill, but sums over key channels would have another order than in a decode.
-        spills = 40 if channel else 0
-        found.append(Specialization(name, verify_kernel, signature, constants, launch["num_warps"], 1, spills))
+        sizes = {"KEY_HEADS": 16, "VALUES_PER_KEY": 2, "DK": 128, "DV": 128, "WIDTH": 4, "CHANNEL": channel}
+        sizes["BLOCK_K"] = launch["BLOCK_K"]
+        name = f"{' by channel' if channel else ''}{' bf16' if state == torch.bfloat16 else ''}"
+        made = [(verify_kernel, "", {"BLOCK_V": launch["BLOCK_V"], "DRAFTS": 4, "PAIRS": _in_pairs(chip, state)})]
+        if state == torch.float32:
+            made.append((tokens_kernel, " tokens", {"BLOCK_V": 128, "BIAS": False}))
+        for kernel, part, more in made:
+            constants = sizes | more
+            found.append(
+                Specialization(f"gdn verify{part}{name}", kernel, signature, constants, launch["num_warps"], 1)
+            )
     return found
