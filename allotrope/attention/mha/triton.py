@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex
+from allotrope.attention.batch import BatchLayout, CacheIndex, PageIndex, VerifyTensors
 from allotrope.attention.family import CacheViews
 from allotrope.attention.mha import gluon_prefill, triton_decode, triton_prefill, triton_store
 from allotrope.attention.mha.inputs import MhaInputs, normed_and_rotated
@@ -24,12 +24,13 @@ from allotrope.ops.qk_norm_rope.triton import rope_store
 @dataclass(eq=False)
 class TritonPlan:
     """`batch`: lengths; those of decodes are upper bounds. `paged`: slot mapping and page table. `window`: the sliding
-    window of every layer that uses the plan. `_tiles`: tokens of a tile -> tiles, built for the first layer that needs
-    them."""
+    window of every layer that uses the plan. `verify`: which of the decodes are drafts of others; None without
+    speculative decoding. `_tiles`: tokens of a tile -> tiles, built for the first layer that needs them."""
 
     batch: BatchLayout
     paged: PageIndex
     window: int | None
+    verify: VerifyTensors | None = None
     _tiles: dict[int, triton_prefill.Tiles] = field(default_factory=dict, repr=False)
 
     def tiles(self, tokens: int) -> triton_prefill.Tiles:
@@ -43,7 +44,7 @@ def build_plan(spec: MhaSpec, batch: BatchLayout, index: Mapping[str, CacheIndex
     """Plan one step for every layer that has `spec`'s window. `index` has the entry "kv"."""
     paged = index["kv"]
     assert isinstance(paged, PageIndex)
-    return TritonPlan(batch, paged, spec.window)
+    return TritonPlan(batch, paged, spec.window, batch.verify_tensors)
 
 
 def run(spec: MhaSpec, plan: TritonPlan, caches: CacheViews, inputs: MhaInputs) -> torch.Tensor:
@@ -99,7 +100,7 @@ def store_and_attend(
     if decodes:
         triton_decode.decode(
             spec, triton_decode.config(chip, spec, q.dtype), q[:decodes], pools, paged.table, batch.tensors.seq_lens,
-            max(batch.seq_lens[:decodes]), sinks, out, k_scale, v_scale,
+            max(batch.seq_lens[:decodes]), sinks, out, k_scale, v_scale, plan.verify,
         )  # fmt: skip
     if decodes < batch.num_requests:
         _prefill(spec, plan, chip, q, pools, sinks, out, k_scale, v_scale)

@@ -10,12 +10,14 @@ chunks changes no bit either.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from allotrope.attention.batch import VerifyTensors
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
@@ -92,6 +94,77 @@ def kv_chunks(kv_len, window, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, MAX_CH
     return first_key, aligned_key, chunk_size, tl.cdiv(kv_len - aligned_key, chunk_size)
 
 
+@triton.jit
+def pages_of_block(table, start, mask_n, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the BLOCK_N keys from `start` (one page, where a block lies in one), the keys' offsets in them, and
+    which of the keys of `mask_n` have a page."""
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        mask_kv = mask_n & (page >= 0)
+        page_offset = start % PAGE + tl.arange(0, BLOCK_N)
+    else:
+        offs_n = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + offs_n // PAGE, mask=mask_n, other=-1).to(tl.int64)
+        mask_kv = page >= 0
+        page_offset = offs_n % PAGE
+    return page, page_offset, mask_kv
+
+
+@triton.jit
+def load_block(pool, kv_offset, mask_kv, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values [BLOCK_N, BLOCK_D] at `kv_offset`; zeros outside of `mask_kv` and behind D."""
+    offs_d = tl.arange(0, BLOCK_D)
+    if D == BLOCK_D:
+        block = tl.load(pool + kv_offset[:, None] + offs_d[None, :], mask=mask_kv[:, None], other=0.0)
+    else:
+        mask = mask_kv[:, None] & (offs_d < D)[None, :]
+        block = tl.load(pool + kv_offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
+def softmax_block(queries, keys, mask, m_i, l_i, scale, softcap, SOFTCAP: tl.constexpr):
+    """Unnormalized probabilities of a block of keys, the rescale of what came before, and the new row max and sum.
+
+    `mask`: keys that a query sees. A block without any leaves the row as it is: the rescale is 1, and m_i is finite.
+    """
+    logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    logits = tl.where(mask, logits_to_base_2(logits, scale, softcap, SOFTCAP), float("-inf"))
+    m_new = higher_of(m_i, highest(logits, 1))
+    p = tl.exp2(logits - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    l_i = l_i * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, l_i
+
+
+@triton.jit
+def store_chunk(
+    acc, m_i, l_i, v_scale, sinks, partial, lse, out_rows, out_h, request, chunk, capacity, head, mask_h,
+    H: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Write a chunk's normalized output and base-2 log-sum-exp; with DIRECT the output itself, to `out_rows`.
+
+    `request`: one for all rows of `acc`, or one each.
+    """
+    offs_dv = tl.arange(0, acc.shape[1])
+    mask = mask_h[:, None] & (offs_dv < DV)[None, :]
+    acc = acc * (v_scale / l_i)[:, None]
+    chunk_lse = m_i + tl.log2(l_i)
+    if DIRECT:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=mask_h, other=0.0).to(tl.float32) * LOG2E
+            m_new = higher_of(chunk_lse, sink)
+            alpha = tl.exp2(chunk_lse - m_new)
+            acc = acc * alpha[:, None] / (alpha + tl.exp2(sink - m_new))[:, None]
+        ptrs = out_rows + head[:, None] * out_h + offs_dv[None, :]
+        tl.store(ptrs, acc.to(out_rows.dtype.element_ty), mask=mask)
+    else:
+        lse_offset = (request * H + head) * capacity + chunk
+        tl.store(lse + lse_offset, chunk_lse, mask=mask_h)
+        ptrs = partial + lse_offset[:, None] * DV + offs_dv[None, :]
+        tl.store(ptrs, acc, mask=mask)
+
+
 @pdl_jit(do_not_specialize=["window", "num_splits", "capacity"])
 def decode_kernel(
     q, k_pool, v_pool, table, seq_lens, sinks, partial, lse, out,
@@ -136,55 +209,18 @@ def decode_kernel(
         for start in range(begin, end, BLOCK_N):
             offs_n = start + tl.arange(0, BLOCK_N)
             mask_n = (offs_n >= first_key) & (offs_n < end)
-            if PAGE % BLOCK_N == 0:
-                page = tl.load(table + start // PAGE).to(tl.int64)
-                mask_kv = mask_n & (page >= 0)
-                page_offset = start % PAGE + tl.arange(0, BLOCK_N)
-            else:
-                page = tl.load(table + offs_n // PAGE, mask=mask_n, other=-1).to(tl.int64)
-                mask_kv = page >= 0
-                page_offset = offs_n % PAGE
-            kv_offset = page * kp_p + page_offset * kp_s
-            if D == BLOCK_D:
-                keys = tl.load(k_pool + kv_offset[:, None] + offs_d[None, :], mask=mask_kv[:, None], other=0.0)
-            else:
-                keys = tl.load(
-                    k_pool + kv_offset[:, None] + offs_d[None, :], mask=mask_kv[:, None] & mask_d[None, :], other=0.0
-                )
-            keys = keys.to(queries.dtype)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            logits = tl.where(mask_n[None, :], logits_to_base_2(logits, scale, softcap, SOFTCAP), float("-inf"))
-            m_new = higher_of(m_i, highest(logits, 1))
-            p = tl.exp2(logits - m_new[:, None])
-            alpha = tl.exp2(m_i - m_new)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            m_i = m_new
+            page, page_offset, mask_kv = pages_of_block(table, start, mask_n, PAGE, BLOCK_N)
+            keys = load_block(k_pool, page * kp_p + page_offset * kp_s, mask_kv, D, BLOCK_D).to(queries.dtype)
+            p, alpha, m_i, l_i = softmax_block(queries, keys, mask_n[None, :], m_i, l_i, scale, softcap, SOFTCAP)
             if VALUES_ARE_KEYS:
                 values = keys
             else:
-                kv_offset = page * vp_p + page_offset * vp_s
-                if DV == BLOCK_DV:
-                    values = tl.load(v_pool + kv_offset[:, None] + offs_dv[None, :], mask=mask_kv[:, None], other=0.0)
-                else:
-                    mask_v = mask_kv[:, None] & mask_dv[None, :]
-                    values = tl.load(v_pool + kv_offset[:, None] + offs_dv[None, :], mask=mask_v, other=0.0)
-                values = values.to(queries.dtype)
+                values = load_block(v_pool, page * vp_p + page_offset * vp_s, mask_kv, DV, BLOCK_DV).to(queries.dtype)
             acc = tl.dot(p.to(queries.dtype), values, acc * alpha[:, None], input_precision="ieee")
-        acc = acc * (v_scale / l_i)[:, None]
-        chunk_lse = m_i + tl.log2(l_i)
-        if DIRECT:
-            if SINKS:
-                sink = tl.load(sinks + head, mask=mask_h, other=0.0).to(tl.float32) * LOG2E
-                m_new = higher_of(chunk_lse, sink)
-                alpha = tl.exp2(chunk_lse - m_new)
-                acc = acc * alpha[:, None] / (alpha + tl.exp2(sink - m_new))[:, None]
-            ptrs = out + request * out_t + head[:, None] * out_h + offs_dv[None, :]
-            tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask_h[:, None] & mask_dv[None, :])
-        else:
-            lse_offset = (request * H + head) * capacity + chunk
-            tl.store(lse + lse_offset, chunk_lse, mask=mask_h)
-            ptrs = partial + lse_offset[:, None] * DV + offs_dv[None, :]
-            tl.store(ptrs, acc, mask=mask_h[:, None] & mask_dv[None, :])
+        store_chunk(
+            acc, m_i, l_i, v_scale, sinks, partial, lse, out + request * out_t, out_h, request, chunk, capacity, head,
+            mask_h, H, DV, SINKS, DIRECT,
+        )  # fmt: skip
 
 
 @pdl_jit(do_not_specialize=["window", "capacity"])
@@ -232,11 +268,14 @@ def decode(
     out: torch.Tensor,
     k_scale: float,
     v_scale: float,
+    verify: VerifyTensors | None = None,
 ) -> None:
     """Attend for B requests of one query token each.
 
     `q`: [B, H, D]. `pools`: "k" [P, S, G, D], "v" [P, S, G, Dv]. `table`: [>= B, W] page table. `seq_lens`: [>= B] KV
     lengths. `longest`: an upper bound of them. `out`: [B, H, Dv], overwritten; zeros where `seq_lens` is 0.
+    `verify`: in a step that verifies drafts, which requests are one sequence. They read its keys together, but not from
+    an FP8 KV cache, nor with more than 16 query heads of one KV head. It changes no bit of `out`.
     """
     requests, heads, dim = q.shape
     num_kv_heads, value_dim = spec.num_kv_heads, spec.value_dim
@@ -254,12 +293,18 @@ def decode(
     partial = out if direct else q.new_empty((requests, heads, capacity, value_dim), dtype=torch.float32)
     lse = seq_lens if direct else q.new_empty((requests, heads, capacity), dtype=torch.float32)
     shape = {"BLOCK_DV": max(16, next_power_of_2(value_dim)), "BLOCK_N": how.block_n, "CHUNK": how.chunk}
-    kernel, constants = decode_kernel, {}
+    kernel: Any = decode_kernel
+    constants: dict[str, Any] = {}
     if reads_fp8_pairs(spec, q.dtype):
         from allotrope.attention.mha import triton_decode_fp8
 
         kernel, constants = triton_decode_fp8.decode_kernel, {"NVIDIA": chip_of(q.device).vendor == "nvidia"}
         k_pool, v_pool = k_pool.view(torch.int16), v_pool.view(torch.int16)
+    elif verify is not None and block_h == 16:
+        from allotrope.attention.mha import triton_verify
+
+        kernel, constants = triton_verify.verify_kernel, {"TILES": triton_verify.num_tiles(dim, value_dim)}
+        constants |= {"first_row": verify.first_row, "num_rows": verify.num_rows}
     kernel[(num_splits, tiles, requests)](
         q, k_pool, v_pool, table, seq_lens, out if sinks is None else sinks, partial, lse, out,
         spec.scale * k_scale, spec.softcap or 1.0, k_scale if spec.values_are_keys else v_scale,
@@ -277,48 +322,40 @@ def decode(
         )  # fmt: skip
 
 
+def specialization(
+    chip: Chip, heads: int, groups: int, dim: int, kind: str, sinks: bool, direct: bool = False
+) -> Specialization:
+    """The decode kernel in bf16 of a size: query heads, KV heads, head dim, Triton's type of the KV cache."""
+    spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
+    how = config(chip, spec, torch.bfloat16)
+    signature = {"q": "*bf16:16", "k_pool": f"*{kind}:16", "v_pool": f"*{kind}:16", "table": "*i64"}
+    signature |= {"seq_lens": "*i32", "sinks": "*fp32", "partial": "*fp32:16", "lse": "*fp32", "out": "*bf16:16"}
+    signature |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32")
+    signature |= dict.fromkeys(("window", "num_splits", "capacity", "table_b"), "i32")
+    signature |= dict.fromkeys(("q_t", "q_h", "kp_p", "kp_s", "kp_g"), "i32:16")
+    signature |= dict.fromkeys(("vp_p", "vp_s", "vp_g", "out_t", "out_h"), "i32:16")
+    constants = {"H": heads, "Q_PER_KV": heads // groups, "PAGE": 64, "D": dim, "DV": dim, "BLOCK_H": 16}
+    constants |= {"BLOCK_N": how.block_n, "BLOCK_D": dim, "BLOCK_DV": dim, "CHUNK": how.chunk}
+    constants |= {"MAX_CHUNKS": max_chunks_of(spec), "SOFTCAP": False, "SINKS": sinks}
+    constants |= {"VALUES_ARE_KEYS": False, "DIRECT": direct}
+    name = f"mha decode {heads}/{groups} x {dim} {kind}"
+    return Specialization(name, decode_kernel, signature, constants, how.warps, how.stages)
+
+
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Released sizes: query heads, KV heads, head dim, KV cache dtype, sinks."""
+    """Released sizes: query heads, KV heads, head dim, sinks."""
     from allotrope.attention.mha import triton_decode_fp8
 
-    found = []
-    for heads, groups, dim, kind, sinks in (
-        (64, 8, 128, "bf16", False),
-        (64, 8, 64, "bf16", True),
-        (32, 4, 512, "bf16", False),
-        (64, 8, 128, "i16", False),
-    ):
-        if kind == "i16" and not chip.triton_has_e4m3fn:
-            continue
-        spec = MhaSpec(num_heads=heads, num_kv_heads=groups, head_dim=dim, scale=1.0, kv_dtype=torch.bfloat16)
-        how = config(chip, spec, torch.bfloat16)
-        signature = {
-            "q": "*bf16:16",
-            "k_pool": f"*{kind}:16",
-            "v_pool": f"*{kind}:16",
-            "table": "*i64",
-            "seq_lens": "*i32",
-        }
-        signature |= {"sinks": "*fp32", "partial": "*fp32:16", "lse": "*fp32", "out": "*bf16:16"}
-        signature |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32")
-        signature |= dict.fromkeys(("window", "num_splits", "capacity", "table_b"), "i32")
-        signature |= dict.fromkeys(("q_t", "q_h", "kp_p", "kp_s", "kp_g"), "i32:16")
-        signature |= dict.fromkeys(("vp_p", "vp_s", "vp_g", "out_t", "out_h"), "i32:16")
-        constants = {"H": heads, "Q_PER_KV": heads // groups, "PAGE": 64, "D": dim, "DV": dim, "BLOCK_H": 16}
-        constants |= {"BLOCK_N": how.block_n, "BLOCK_D": dim, "BLOCK_DV": dim, "CHUNK": how.chunk}
-        constants |= {
-            "MAX_CHUNKS": max_chunks_of(spec),
-            "SOFTCAP": False,
-            "SINKS": sinks,
-            "VALUES_ARE_KEYS": False,
-            "DIRECT": False,
-        }
-        name = f"mha decode {heads}/{groups} x {dim} {kind}".replace("i16", "fp8")
-        kernel = decode_kernel
-        if kind == "i16":
-            kernel, constants["NVIDIA"] = triton_decode_fp8.decode_kernel, chip.vendor != "amd"
-        found.append(Specialization(name, kernel, signature, constants, how.warps, how.stages))
+    found = [
+        specialization(chip, heads, groups, dim, "bf16", sinks)
+        for heads, groups, dim, sinks in ((64, 8, 128, False), (64, 8, 64, True), (32, 4, 512, False))
+    ]
+    if chip.triton_has_e4m3fn:
+        one = specialization(chip, 64, 8, 128, "i16", False)
+        constants = {**one.constants, "NVIDIA": chip.vendor != "amd"}
+        name = one.name.replace("i16", "fp8")
+        found.append(replace(one, name=name, kernel=triton_decode_fp8.decode_kernel, constants=constants))
     names = ("partial", "lse", "seq_lens", "sinks", "out", "window", "capacity", "out_t", "out_h")
     kinds = ("*fp32:16", "*fp32", "*i32", "*fp32", "*bf16:16", "i32", "i32", "i32:16", "i32:16")
     constants = {
