@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex, VerifyRows, VerifyTensors
+from allotrope.attention.batch import BatchLayout, BatchTensors, CacheIndex, PageIndex
 from allotrope.engine.inputs import Inputs, StepFacts
 from allotrope.engine.layer_plans import LayerPlans, Plans
 from allotrope.kernels.backend import Chooser
@@ -183,13 +183,8 @@ def _rows_at(inputs: Inputs, tokens: torch.Tensor, context: int | None, groups: 
     seq_lens = (positions + 1).masked_fill(padding, 0)
     alone = torch.arange(count + 1, device=device)
     of_rows = BatchTensors(seq_lens.to(torch.int32), alone.to(torch.int32), positions, alone[:-1])
-    each = alone[:-1].to(torch.int32)
-    verify = VerifyTensors(each, torch.ones_like(each), torch.zeros_like(each))
-    if context is None:
-        on_host = VerifyRows(tuple(range(count)), (1,) * count, (0,) * count)
-        batch = BatchLayout((1,) * count, tuple(seq_lens.tolist()), device, of_rows, on_host, verify)
-    else:
-        batch = BatchLayout((1,) * count, (context,) * count, device, of_rows, static_verify=verify)
+    lens = tuple(seq_lens.tolist()) if context is None else (context,) * count
+    batch = BatchLayout((1,) * count, lens, device, of_rows)
     index: list[CacheIndex] = []
     for group, one in enumerate(inputs.index):
         if group in groups:
