@@ -18,7 +18,8 @@ import triton.language as tl
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_gates import (
     conv_token,
-    decayed,
+    decay_of,
+    dot,
     load_a,
     load_rates,
     load_taps,
@@ -45,60 +46,67 @@ def decode_kernel(
     gdc_launch_dependents()
     v_block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head = head // VALUES_PER_KEY
-    offs_k, offs_v = tl.arange(0, BLOCK_K), v_block * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k, mask_v = offs_k < DK, offs_v < DV
+    low, offs_v = tl.arange(0, BLOCK_K // 2), v_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    high = BLOCK_K // 2 + low
+    mask_low, mask_high, mask_v = low < DK, high < DK, offs_v < DV
     out_ptrs = out + (request.to(tl.int64) * KEY_HEADS * VALUES_PER_KEY + head) * DV + offs_v
     slot = tl.load(slots + request).to(tl.int64)
     if slot <= 0:
         tl.store(out_ptrs, tl.zeros([BLOCK_V], out.dtype.element_ty), mask=mask_v)
         return
     is_new = tl.load(seq_lens + request) <= 1
-    state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_k[:, None] * DV + offs_v[None, :]
-    mask_state = mask_k[:, None] & mask_v[None, :]
-    state = tl.load(state_ptrs, mask=mask_state & (is_new == 0), other=0.0).to(tl.float32)
-
     # Everything is asked for before anything is waited for.
+    state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_v[None, :]
+    low_ptrs, high_ptrs = state_ptrs + low[:, None] * DV, state_ptrs + high[:, None] * DV
+    mask, mask_far = mask_low[:, None] & mask_v[None, :], mask_high[:, None] & mask_v[None, :]
+    state = tl.load(low_ptrs, mask=mask & (is_new == 0), other=0.0).to(tl.float32)
+    state_high = tl.load(high_ptrs, mask=mask_far & (is_new == 0), other=0.0).to(tl.float32)
     x_ptr, conv_state = qkv + request.to(tl.int64) * qkv_row, conv + slot * conv_slot
-    q_channel = key_head * DK + offs_k
-    k_channel = KEY_HEADS * DK + q_channel
+    q_low, q_high = key_head * DK + low, key_head * DK + high
+    k_low, k_high = KEY_HEADS * DK + q_low, KEY_HEADS * DK + q_high
     v_channel = 2 * KEY_HEADS * DK + head * DV + offs_v
-    q_x = tl.load(x_ptr + q_channel, mask=mask_k, other=0.0)
-    k_x = tl.load(x_ptr + k_channel, mask=mask_k, other=0.0)
-    v_x = tl.load(x_ptr + v_channel, mask=mask_v, other=0.0)
+    channels = (q_low, q_high, k_low, k_high, v_channel)
+    masks = (mask_low, mask_high, mask_low, mask_high, mask_v)
+    x, windows, taps = (), (), ()
+    for i in tl.static_range(5):
+        x += (tl.load(x_ptr + channels[i], mask=masks[i], other=0.0),)
+        windows += (load_window(conv_state, channels[i], masks[i], is_new, conv_row, WIDTH),)
+        taps += (load_taps(weight, bias, channels[i], masks[i], weight_channel, weight_w, WIDTH, BIAS),)
     token_b = tl.load(b + request.to(tl.int64) * b_row + head * b_head)
-    token_a = load_a(a + request.to(tl.int64) * a_row, a_rate, head, offs_k, mask_k, DK, CHANNEL)
-    q_window = load_window(conv_state, q_channel, mask_k, is_new, conv_row, WIDTH)
-    k_window = load_window(conv_state, k_channel, mask_k, is_new, conv_row, WIDTH)
-    v_window = load_window(conv_state, v_channel, mask_v, is_new, conv_row, WIDTH)
-    q_taps = load_taps(weight, bias, q_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
-    k_taps = load_taps(weight, bias, k_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
-    v_taps = load_taps(weight, bias, v_channel, mask_v, weight_channel, weight_w, WIDTH, BIAS)
-    A, dt = load_rates(A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
+    a_ptr = a + request.to(tl.int64) * a_row
+    token_a, token_a_high = load_a(a_ptr, a_rate, head, low, high, mask_low, mask_high, DK, CHANNEL)
+    A, dt, dt_high = load_rates(A_log, dt_bias, head, low, high, mask_low, mask_high, DK, CHANNEL)
 
-    q = conv_token(q_window, q_x, q_taps, WIDTH, BIAS)
-    k = conv_token(k_window, k_x, k_taps, WIDTH, BIAS)
-    v = conv_token(v_window, v_x, v_taps, WIDTH, BIAS)
-    q = tl.where(mask_k, q, 0.0)
-    k = tl.where(mask_k, k, 0.0)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
+    convolved = ()
+    for i in tl.static_range(5):
+        convolved += (tl.where(masks[i], conv_token(windows[i], x[i], taps[i], WIDTH, BIAS), 0.0),)
+    q, qh, k, kh, v = convolved
+    q_norm = tl.rsqrt(dot(q, q, qh, qh) + eps) * scale
+    k_norm = tl.rsqrt(dot(k, k, kh, kh) + eps)
+    q, qh, k, kh = q * q_norm, qh * q_norm, k * k_norm, kh * k_norm
     # All threads have read the conv state, and none has stored anything: the release orders nothing else.
     tl.debug_barrier()
     counter = arrivals + request * KEY_HEADS + key_head
     arrived = tl.atomic_add(counter, 1, sem="release")
 
-    beta = tl.sigmoid(token_b.to(tl.float32))
-    state = decayed(state, token_a, A, dt, CHANNEL)
-    k_state = tl.sum(state * k[:, None], axis=0)
-    q_state = tl.sum(state * q[:, None], axis=0)
-    delta, state = update(state, k, k_state, v, beta)
-    tl.store(state_ptrs, state.to(ssm.dtype.element_ty), mask=mask_state)
-    tl.store(out_ptrs, tl.fma(tl.sum(q * k, axis=0), delta, q_state).to(out.dtype.element_ty), mask=mask_v)
+    decay = decay_of(token_a, A, dt)
+    if CHANNEL:
+        state *= decay[:, None]
+        state_high *= decay_of(token_a_high, A, dt_high)[:, None]
+    else:
+        state *= decay
+        state_high *= decay
+    q_state, delta, state, state_high = update(
+        state, state_high, q, qh, k, kh, v, tl.sigmoid(token_b.to(tl.float32))
+    )  # fmt: skip
+    tl.store(low_ptrs, state.to(ssm.dtype.element_ty), mask=mask)
+    tl.store(high_ptrs, state_high.to(ssm.dtype.element_ty), mask=mask_far)
+    tl.store(out_ptrs, tl.fma(dot(q, k, qh, kh), delta, q_state).to(out.dtype.element_ty), mask=mask_v)
 
-    store_window(conv_state, v_channel, mask_v, shifted(v_window, v_x, WIDTH), conv_row, WIDTH)
+    store_window(conv_state, v_channel, mask_v, shifted(windows[4], x[4], WIDTH), conv_row, WIDTH)
     if arrived == VALUES_PER_KEY * tl.num_programs(0) - 1:
-        store_window(conv_state, q_channel, mask_k, shifted(q_window, q_x, WIDTH), conv_row, WIDTH)
-        store_window(conv_state, k_channel, mask_k, shifted(k_window, k_x, WIDTH), conv_row, WIDTH)
+        for i in tl.static_range(4):
+            store_window(conv_state, channels[i], masks[i], shifted(windows[i], x[i], WIDTH), conv_row, WIDTH)
         tl.store(counter, 0)
 
 

@@ -27,24 +27,39 @@ def silu(x):
 
 
 @triton.jit
-def load_rates(A_log, dt_bias, head, offs_k, mask_k, DK: tl.constexpr, CHANNEL: tl.constexpr):
-    """e^A_log and dt_bias of a value head; dt_bias of each of its key channels if CHANNEL."""
-    A = tl.exp(tl.load(A_log + head).to(tl.float32))
-    if CHANNEL:
-        dt = tl.load(dt_bias + head * DK + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-    else:
-        dt = tl.load(dt_bias + head).to(tl.float32)
-    return A, dt
+def dot(a, b, a_high, b_high):
+    """Sum of products over key channels, which are given as a low and a high half.
+
+    Of two products that are added the compiler may round either before the sum. So it is stated here, for all kernels
+    to give a token the same bits; see `conv_token`.
+    """
+    return tl.sum(tl.fma(a, b, a_high * b_high), axis=0)
 
 
 @triton.jit
-def load_a(a_ptr, a_rate, head, offs_k, mask_k, DK: tl.constexpr, CHANNEL: tl.constexpr):
-    """A token's a of a value head: of each of its key channels if CHANNEL."""
+def load_rates(A_log, dt_bias, head, low, high, mask_low, mask_high, DK: tl.constexpr, CHANNEL: tl.constexpr):
+    """e^A_log and dt_bias of a value head; dt_bias of the low and the high half of its key channels if CHANNEL."""
+    A = tl.exp(tl.load(A_log + head).to(tl.float32))
     if CHANNEL:
-        a = tl.load(a_ptr + (head * DK + offs_k) * a_rate, mask=mask_k, other=0.0)
+        bias = dt_bias + head * DK
+        dt = tl.load(bias + low, mask=mask_low, other=0.0).to(tl.float32)
+        dt_high = tl.load(bias + high, mask=mask_high, other=0.0).to(tl.float32)
+    else:
+        dt = tl.load(dt_bias + head).to(tl.float32)
+        dt_high = dt
+    return A, dt, dt_high
+
+
+@triton.jit
+def load_a(a_ptr, a_rate, head, low, high, mask_low, mask_high, DK: tl.constexpr, CHANNEL: tl.constexpr):
+    """A token's a of a value head: of the low and the high half of its key channels if CHANNEL."""
+    if CHANNEL:
+        a = tl.load(a_ptr + (head * DK + low) * a_rate, mask=mask_low, other=0.0)
+        a_high = tl.load(a_ptr + (head * DK + high) * a_rate, mask=mask_high, other=0.0)
     else:
         a = tl.load(a_ptr + head * a_rate)
-    return a
+        a_high = a
+    return a, a_high
 
 
 @triton.jit
@@ -54,21 +69,13 @@ def decay_of(a, A, dt_bias):
 
 
 @triton.jit
-def decayed(state, a, A, dt_bias, CHANNEL: tl.constexpr):
-    """e^g S of one token. `state`: [BLOCK_K, BLOCK_V]. Others: as in `decay_of`."""
-    decay = decay_of(a, A, dt_bias)
-    if CHANNEL:
-        state *= decay[:, None]
-    else:
-        state *= decay
-    return state
-
-
-@triton.jit
-def update(state, k, k_state, v, beta):
-    """d = beta (v - k_state), and S + k d^T of the decayed state. What is rounded is stated: see `conv_token`."""
+def update(state, state_high, q, q_high, k, k_high, v, beta):
+    """The recurrence of a token over both halves of the decayed state S: S^T q, d = beta (v - S^T k), S + k d^T."""
+    q_state = dot(state, q[:, None], state_high, q_high[:, None])
+    k_state = dot(state, k[:, None], state_high, k_high[:, None])
     delta = tl.fma(-beta, k_state, beta * v)
-    return delta, tl.fma(k[:, None], delta[None, :], state)
+    state = tl.fma(k[:, None], delta[None, :], state)
+    return q_state, delta, state, tl.fma(k_high[:, None], delta[None, :], state_high)
 
 
 @triton.jit

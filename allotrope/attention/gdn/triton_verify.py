@@ -26,7 +26,7 @@ import triton.language as tl
 from allotrope.attention.batch import VerifyTensors
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_decode import config
-from allotrope.attention.gdn.triton_gates import conv_token, decay_of, load_a, load_rates, load_taps, update
+from allotrope.attention.gdn.triton_gates import conv_token, decay_of, dot, load_a, load_rates, load_taps, update
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
@@ -96,27 +96,31 @@ def tokens_kernel(
     token = tl.where(kind > 0, kind - 1, num_replay + request - first)
     x_ptr, conv_state = qkv + first.to(tl.int64) * qkv_row, conv + slot * conv_slot
     draft_x = draft_qkv + slot * draft_qkv_slot
-    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    mask_k, mask_v = offs_k < DK, offs_v < DV
-    q_channel = key_head * DK + offs_k
-    k_channel = KEY_HEADS * DK + q_channel
-    q_inputs = load_inputs(
-        token, num_replay, x_ptr, qkv_row, draft_x, conv_state, q_channel, mask_k, is_new, conv_row, WIDTH, conv_dim
-    )  # fmt: skip
-    k_inputs = load_inputs(
-        token, num_replay, x_ptr, qkv_row, draft_x, conv_state, k_channel, mask_k, is_new, conv_row, WIDTH, conv_dim
-    )  # fmt: skip
-    q_taps = load_taps(weight, bias, q_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
-    k_taps = load_taps(weight, bias, k_channel, mask_k, weight_channel, weight_w, WIDTH, BIAS)
-    q = tl.where(mask_k, conv_token(q_inputs, q_inputs[WIDTH - 1], q_taps, WIDTH, BIAS), 0.0)
-    k = tl.where(mask_k, conv_token(k_inputs, k_inputs[WIDTH - 1], k_taps, WIDTH, BIAS), 0.0)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + eps) * scale
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + eps)
+    low, offs_v = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_V)
+    high = BLOCK_K // 2 + low
+    mask_low, mask_high, mask_v = low < DK, high < DK, offs_v < DV
+    channels = (key_head * DK + low, key_head * DK + high)
+    channels += (KEY_HEADS * DK + channels[0], KEY_HEADS * DK + channels[1])
+    masks = (mask_low, mask_high, mask_low, mask_high)
+    convolved = ()
+    for i in tl.static_range(4):
+        inputs = load_inputs(
+            token, num_replay, x_ptr, qkv_row, draft_x, conv_state, channels[i], masks[i], is_new, conv_row, WIDTH,
+            conv_dim,
+        )  # fmt: skip
+        taps = load_taps(weight, bias, channels[i], masks[i], weight_channel, weight_w, WIDTH, BIAS)
+        convolved += (tl.where(masks[i], conv_token(inputs, inputs[WIDTH - 1], taps, WIDTH, BIAS), 0.0),)
+    q, qh, k, kh = convolved
+    q_norm = tl.rsqrt(dot(q, q, qh, qh) + eps) * scale
+    k_norm = tl.rsqrt(dot(k, k, kh, kh) + eps)
+    q, qh, k, kh = q * q_norm, qh * q_norm, k * k_norm, kh * k_norm
     place = kind * tl.num_programs(1) + request
     at_key = place.to(tl.int64) * KEY_HEADS + key_head
-    tl.store(q_out + at_key * DK + offs_k, q, mask=mask_k)
-    tl.store(k_out + at_key * DK + offs_k, k, mask=mask_k)
-    tl.store(qk_out + at_key, tl.sum(q * k, axis=0))
+    tl.store(q_out + at_key * DK + low, q, mask=mask_low)
+    tl.store(q_out + at_key * DK + high, qh, mask=mask_high)
+    tl.store(k_out + at_key * DK + low, k, mask=mask_low)
+    tl.store(k_out + at_key * DK + high, kh, mask=mask_high)
+    tl.store(qk_out + at_key, dot(q, k, qh, kh))
 
     is_kept = kind > 0
     b_ptr = tl.where(is_kept, draft_b + slot * draft_b_slot + token * value_heads, b + request.to(tl.int64) * b_row)
@@ -130,35 +134,41 @@ def tokens_kernel(
             conv_dim,
         )  # fmt: skip
         v_taps = load_taps(weight, bias, v_channel, mask_v, weight_channel, weight_w, WIDTH, BIAS)
-        A, dt = load_rates(A_log, dt_bias, head, offs_k, mask_k, DK, CHANNEL)
-        token_a = load_a(a_ptr, a_step, head, offs_k, mask_k, DK, CHANNEL)
+        A, dt, dt_high = load_rates(A_log, dt_bias, head, low, high, mask_low, mask_high, DK, CHANNEL)
+        token_a, token_a_high = load_a(a_ptr, a_step, head, low, high, mask_low, mask_high, DK, CHANNEL)
         v = conv_token(v_inputs, v_inputs[WIDTH - 1], v_taps, WIDTH, BIAS)
         at_value = place.to(tl.int64) * value_heads + head
         tl.store(v_out + at_value * DV + offs_v, v, mask=mask_v)
         tl.store(beta_out + at_value, tl.sigmoid(tl.load(b_ptr + head * b_step).to(tl.float32)))
         decay = decay_of(token_a, A, dt)
         if CHANNEL:
-            tl.store(decay_out + at_value * DK + offs_k, decay, mask=mask_k)
+            tl.store(decay_out + at_value * DK + low, decay, mask=mask_low)
+            tl.store(decay_out + at_value * DK + high, decay_of(token_a_high, A, dt_high), mask=mask_high)
         else:
             tl.store(decay_out + at_value, decay)
 
 
 @triton.jit
 def load_token(
-    q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v,
+    q, k, qk, v, beta, decay, place, key_head, head, low, high, offs_v, mask_low, mask_high, mask_v,
     KEY_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """What `tokens_kernel` wrote of the token at `place`."""
+    """What `tokens_kernel` wrote of the token at `place`: both halves of q, of k and of e^g, k . q, v, beta."""
     at_key = place.to(tl.int64) * KEY_HEADS + key_head
     at_value = place.to(tl.int64) * (KEY_HEADS * VALUES_PER_KEY) + head
-    token_q = tl.load(q + at_key * DK + offs_k, mask=mask_k, other=0.0)
-    token_k = tl.load(k + at_key * DK + offs_k, mask=mask_k, other=0.0)
+    q += at_key * DK
+    k += at_key * DK
+    both_q = (tl.load(q + low, mask=mask_low, other=0.0), tl.load(q + high, mask=mask_high, other=0.0))
+    both_k = (tl.load(k + low, mask=mask_low, other=0.0), tl.load(k + high, mask=mask_high, other=0.0))
     token_v = tl.load(v + at_value * DV + offs_v, mask=mask_v, other=0.0)
     if CHANNEL:
-        token_decay = tl.load(decay + at_value * DK + offs_k, mask=mask_k, other=0.0)[:, None]
+        decay += at_value * DK
+        near, far = tl.load(decay + low, mask=mask_low, other=0.0), tl.load(decay + high, mask=mask_high, other=0.0)
+        both_decays = (near[:, None], far[:, None])
     else:
-        token_decay = tl.load(decay + at_value)
-    return token_q, token_k, tl.load(qk + at_key), token_v, tl.load(beta + at_value), token_decay
+        one = tl.load(decay + at_value)
+        both_decays = (one, one)
+    return both_q + both_k + both_decays + (tl.load(qk + at_key), token_v, tl.load(beta + at_value))
 
 
 @triton.jit
@@ -221,8 +231,9 @@ def verify_kernel(
     value_heads: tl.constexpr = KEY_HEADS * VALUES_PER_KEY
     conv_dim: tl.constexpr = 2 * KEY_HEADS * DK + value_heads * DV
     rates: tl.constexpr = value_heads * DK if CHANNEL else value_heads
-    offs_k, offs_v = tl.arange(0, BLOCK_K), v_block * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k, mask_v = offs_k < DK, offs_v < DV
+    low, offs_v = tl.arange(0, BLOCK_K // 2), v_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    high = BLOCK_K // 2 + low
+    mask_low, mask_high, mask_v = low < DK, high < DK, offs_v < DV
     out_ptrs = out + (request.to(tl.int64) * value_heads + head) * DV + offs_v
     slot = tl.load(slots + request).to(tl.int64)
     if slot <= 0:
@@ -233,45 +244,47 @@ def verify_kernel(
         return
     is_new = tl.load(seq_lens + request) <= 1
     num_replay = tl.where(is_new, 0, tl.load(replay + request))
-    state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_k[:, None] * DV + offs_v[None, :]
-    mask_state = mask_k[:, None] & mask_v[None, :]
-    state = tl.load(state_ptrs, mask=mask_state & (is_new == 0), other=0.0).to(tl.float32)
+    state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_v[None, :]
+    low_ptrs, high_ptrs = state_ptrs + low[:, None] * DV, state_ptrs + high[:, None] * DV
+    mask, mask_far = mask_low[:, None] & mask_v[None, :], mask_high[:, None] & mask_v[None, :]
+    state = tl.load(low_ptrs, mask=mask & (is_new == 0), other=0.0).to(tl.float32)
+    state_high = tl.load(high_ptrs, mask=mask_far & (is_new == 0), other=0.0).to(tl.float32)
     # What a token needs is asked for one token ahead.
     requests = tl.num_programs(2)
-    place = tl.where(num_replay > 0, requests + request, request)
-    token_q, token_k, token_qk, token_v, token_beta, token_decay = load_token(
-        q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v, KEY_HEADS, VALUES_PER_KEY, DK,
-        DV, CHANNEL,
+    token = load_token(
+        q, k, qk, v, beta, decay, tl.where(num_replay > 0, requests + request, request), key_head, head, low, high,
+        offs_v, mask_low, mask_high, mask_v, KEY_HEADS, VALUES_PER_KEY, DK, DV, CHANNEL,
     )  # fmt: skip
-    for token in range(num_replay):
-        place = tl.where(token + 1 < num_replay, (token + 2) * requests + request, request)
-        next_q, next_k, next_qk, next_v, next_beta, next_decay = load_token(
-            q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v, KEY_HEADS, VALUES_PER_KEY,
-            DK, DV, CHANNEL,
+    for i in range(num_replay):
+        ahead = tl.where(i + 1 < num_replay, (i + 2) * requests + request, request)
+        token_ahead = load_token(
+            q, k, qk, v, beta, decay, ahead, key_head, head, low, high, offs_v, mask_low, mask_high, mask_v, KEY_HEADS,
+            VALUES_PER_KEY, DK, DV, CHANNEL,
         )  # fmt: skip
-        state *= token_decay
-        k_state = tl.sum(state * token_k[:, None], axis=0)
-        _, state = update(state, token_k, k_state, token_v, token_beta)
+        token_q, q_high, token_k, k_high, token_decay, decay_high, _, token_v, token_beta = token
+        _, _, state, state_high = update(
+            state * token_decay, state_high * decay_high, token_q, q_high, token_k, k_high, token_v, token_beta
+        )  # fmt: skip
         state = rounded(state, ssm.dtype.element_ty, PAIRS)
-        token_q, token_k, token_qk, token_v = next_q, next_k, next_qk, next_v
-        token_beta, token_decay = next_beta, next_decay
+        state_high = rounded(state_high, ssm.dtype.element_ty, PAIRS)
+        token = token_ahead
     for row in range(num_rows):
-        place = request + tl.minimum(row + 1, num_rows - 1)
-        next_q, next_k, next_qk, next_v, next_beta, next_decay = load_token(
-            q, k, qk, v, beta, decay, place, key_head, head, offs_k, offs_v, mask_k, mask_v, KEY_HEADS, VALUES_PER_KEY,
-            DK, DV, CHANNEL,
+        token_ahead = load_token(
+            q, k, qk, v, beta, decay, request + tl.minimum(row + 1, num_rows - 1), key_head, head, low, high, offs_v,
+            mask_low, mask_high, mask_v, KEY_HEADS, VALUES_PER_KEY, DK, DV, CHANNEL,
         )  # fmt: skip
-        state *= token_decay
-        k_state = tl.sum(state * token_k[:, None], axis=0)
-        q_state = tl.sum(state * token_q[:, None], axis=0)
-        delta, state = update(state, token_k, k_state, token_v, token_beta)
+        token_q, q_high, token_k, k_high, token_decay, decay_high, token_qk, token_v, token_beta = token
+        q_state, delta, state, state_high = update(
+            state * token_decay, state_high * decay_high, token_q, q_high, token_k, k_high, token_v, token_beta
+        )  # fmt: skip
         if row == 0:
-            tl.store(state_ptrs, state.to(ssm.dtype.element_ty), mask=mask_state)
+            tl.store(low_ptrs, state.to(ssm.dtype.element_ty), mask=mask)
+            tl.store(high_ptrs, state_high.to(ssm.dtype.element_ty), mask=mask_far)
         state = rounded(state, ssm.dtype.element_ty, PAIRS)
+        state_high = rounded(state_high, ssm.dtype.element_ty, PAIRS)
         o = tl.fma(token_qk, delta, q_state)
         tl.store(out_ptrs + row * (value_heads * DV), o.to(out.dtype.element_ty), mask=mask_v)
-        token_q, token_k, token_qk, token_v = next_q, next_k, next_qk, next_v
-        token_beta, token_decay = next_beta, next_decay
+        token = token_ahead
 
     x_ptr, conv_state = qkv + request.to(tl.int64) * qkv_row, conv + slot * conv_slot
     draft_x = draft_qkv + slot * draft_qkv_slot
@@ -291,9 +304,10 @@ def verify_kernel(
         )  # fmt: skip
         a_ptrs, draft_a_ptrs = a + (request + draft + 1).to(tl.int64) * a_row, draft_a + slot * draft_a_slot
         if CHANNEL:
-            rate, mask = head * DK + offs_k[None, :], is_draft[:, None] & mask_k[None, :]
-            new_a = tl.load(a_ptrs[:, None] + rate * a_rate, mask=mask, other=0.0)
-            tl.store(draft_a_ptrs + draft[:, None] * rates + rate, new_a, mask=mask)
+            offs_k = tl.arange(0, BLOCK_K)[None, :]
+            rate, has_rate = head * DK + offs_k, is_draft[:, None] & (offs_k < DK)
+            new_a = tl.load(a_ptrs[:, None] + rate * a_rate, mask=has_rate, other=0.0)
+            tl.store(draft_a_ptrs + draft[:, None] * rates + rate, new_a, mask=has_rate)
         else:
             new_a = tl.load(a_ptrs + head * a_rate, mask=is_draft, other=0.0)
             tl.store(draft_a_ptrs + draft * rates + head, new_a, mask=is_draft)
