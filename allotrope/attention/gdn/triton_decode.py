@@ -7,7 +7,7 @@ integer counter finds the last one, so results do not depend on the order.
 With S the state before the token, o = (e^g S)^T q + (k . q) d needs no second pass over the new state.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment,misc"
 from __future__ import annotations
 
 from typing import Any

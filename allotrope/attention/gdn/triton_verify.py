@@ -12,7 +12,7 @@ A token's arithmetic is that of `triton_decode`, in its order and with the state
 tokens, so that the results have the bits of plain decoding.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment,misc"
 # Triton's compiler knows no (*tuple, item).
 # ruff: noqa: RUF005
 from __future__ import annotations
