@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from allotrope.attention.batch import BatchLayout, PageIndex, index_pages
+from allotrope.attention.batch import BatchLayout, PageIndex, VerifyRows, index_pages
 from allotrope.attention.check import Comparison, compare
 
 Timed = Callable[[], Any]
@@ -97,3 +97,24 @@ def prefill_batch(
         order = order[count:]
     batch = BatchLayout(tuple(query_lens), tuple(seq_lens), device)
     return batch, index_pages(batch, page_size, pages), 1 + sum(counts)
+
+
+def verify_batch(
+    sequences: int, rows: int, length: int, page_size: int, device: torch.device, replay: int = 0, seed: int = 0
+) -> tuple[BatchLayout, PageIndex, int]:
+    """As `decode_batch`, for sequences with `rows` - 1 drafts each, whose first rows see `length` tokens. `replay`: the
+    accepted drafts of each sequence's step before."""
+    longest = length + rows - 1
+    _, paged, pages = decode_batch(sequences, longest, page_size, device, seed)
+    batch = BatchLayout(
+        (1,) * (sequences * rows),
+        tuple(range(length, longest + 1)) * sequences,
+        device,
+        verify=VerifyRows(
+            tuple(first for first in range(0, sequences * rows, rows) for _ in range(rows)),
+            (rows, *(0,) * (rows - 1)) * sequences,
+            (replay, *(0,) * (rows - 1)) * sequences,
+        ),
+    )
+    of_rows = paged.table.repeat_interleave(rows, dim=0).tolist()
+    return batch, index_pages(batch, page_size, of_rows), pages

@@ -1,4 +1,5 @@
-"""The gated delta rule: decode of many and few requests, and long prefills, with the convolution and the gates."""
+"""The gated delta rule: decode of many and few requests, with drafts as well, and long prefills, with the convolution
+and the gates."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from allotrope.attention.batch import BatchLayout, SlotIndex
 from allotrope.attention.check import Comparison, compare
 from allotrope.attention.gdn import GDN, GdnSpec
-from bench.kernels.cases.case import KernelCase, Timed
+from bench.kernels.cases.case import KernelCase, Timed, verify_batch
 
 DTYPE = torch.bfloat16
 CHUNK = 64
@@ -20,7 +21,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Inputs:
-    """A step of one layer. `pools`: of every slot; each request has one of its own."""
+    """A step of one layer. `pools`: of every slot; each sequence has one of its own."""
 
     spec: GdnSpec
     batch: BatchLayout
@@ -36,11 +37,15 @@ def cases() -> list[KernelCase]:
     found = [_case(f"decode B{b} 16/32x128", released, (1,) * b, 8) for b in (64, 4)]
     found.append(_case("decode B64 16/32x128 bf16 states", released | {"state_dtype": DTYPE}, (1,) * 64, 8))
     found.append(_case("decode B64 by channel 32x128", equal | {"channel_decay": True}, (1,) * 64, 8))
+    wider = released | {"num_v_heads": 48, "state_dtype": DTYPE}
+    found += [_verify(f"verify B{b} x 4 16/32x128", released, b, 4, 2) for b in (64, 16, 1)]
+    found += [_verify(f"verify B{b} x 4 16/48x128 bf16 states", wider, b, 4, 2) for b in (64, 16, 1)]
     for name, heads in (("32/32x128", equal), ("16/32x128", released)):
         found.append(_case(f"prefill 8192 {name}", heads, (8192,), 8192))
     found.append(_case("prefill 16x2048 16/32x128", released, (2048,) * 16, 2048))
     found.append(_case("prefill 8192 by channel 32x128", equal | {"channel_decay": True}, (8192,), 8192))
     small = {"num_k_heads": 1, "num_v_heads": 2, "k_head_dim": 16, "v_head_dim": 16}
+    found.append(_verify("verify tiny", small, 3, 3, 1, tiny=True))
     return [*found, _case("mixed tiny", small, (1, 1, 70), 70, tiny=True)]
 
 
@@ -67,8 +72,38 @@ def _case(name: str, numbers: dict[str, Any], query_lens: tuple[int, ...], seen:
     )
 
 
+def _verify(
+    name: str, numbers: dict[str, Any], sequences: int, rows: int, replay: int, tiny: bool = False
+) -> KernelCase:
+    """Sequences with drafts, of whose last drafts `replay` were accepted: each reads and writes its state once."""
+    alone = _case(name, numbers, (1,) * sequences, 8, tiny)
+    spec = GdnSpec(conv_width=4, conv_dtype=DTYPE, max_drafts=rows - 1, **numbers)
+    inputs = (spec.conv_dim + spec.num_v_heads + spec.decay_dim) * DTYPE.itemsize
+    # Of drafts: read, kept, and those before read again; their outputs.
+    more = sequences * ((2 * (rows - 1) + replay) * inputs + (rows - 1) * spec.value_dim * DTYPE.itemsize)
+    return replace(
+        alone,
+        make=functools.partial(_make_verify, spec, sequences, rows, replay),
+        bytes=alone.bytes + more,
+        flops=alone.flops * (rows + replay),
+        peers={},
+        note="",
+    )
+
+
 def _make(spec: GdnSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], device: torch.device) -> Inputs:
-    requests, tokens = len(query_lens), sum(query_lens)
+    batch = BatchLayout(query_lens, seq_lens, device)
+    return _filled(spec, batch, torch.randperm(len(query_lens), device=device) + 1)
+
+
+def _make_verify(spec: GdnSpec, sequences: int, rows: int, replay: int, device: torch.device) -> Inputs:
+    batch, _, _ = verify_batch(sequences, rows, 8, 64, device, replay)
+    return _filled(spec, batch, (torch.randperm(sequences, device=device) + 1).repeat_interleave(rows))
+
+
+def _filled(spec: GdnSpec, batch: BatchLayout, slots: torch.Tensor) -> Inputs:
+    """`slots`: of each request."""
+    device, tokens, held = batch.device, batch.num_tokens, len(slots) + 1
 
     def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -80,12 +115,14 @@ def _make(spec: GdnSpec, query_lens: tuple[int, ...], seq_lens: tuple[int, ...],
         "dt_bias": normal(spec.decay_dim, dtype=torch.float32),
     }
     pools = {
-        "conv": normal(requests + 1, 3, spec.conv_dim),
-        "ssm": normal(requests + 1, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, dtype=spec.state_dtype) * 0.1,
+        "conv": normal(held, 3, spec.conv_dim),
+        "ssm": normal(held, spec.num_v_heads, spec.k_head_dim, spec.v_head_dim, dtype=spec.state_dtype) * 0.1,
     }
-    slots = torch.randperm(requests, device=device) + 1
+    if spec.max_drafts:
+        widths = {"draft_qkv": spec.conv_dim, "draft_b": spec.num_v_heads, "draft_a": spec.decay_dim}
+        pools |= {name: normal(held, spec.max_drafts, width) for name, width in widths.items()}
     fed = {"qkv": normal(tokens, spec.conv_dim), "b": b, "a": a}
-    return Inputs(spec, BatchLayout(query_lens, seq_lens, device), slots, pools, fed, layer)
+    return Inputs(spec, batch, slots, pools, fed, layer)
 
 
 def _timed(x: Inputs, name: str, pools: dict[str, torch.Tensor]) -> Timed:
@@ -107,7 +144,7 @@ def _check(x: Inputs, timed: Timed) -> Sequence[Comparison]:
     wanted = {name: pool.to(torch.float32, copy=True) for name, pool in x.pools.items()}
     found = {name: pool.clone() for name, pool in x.pools.items()}
     want, got = _timed(exact, "chunked", wanted)(), _timed(x, "triton", found)()
-    real = x.slots
+    real = x.slots.unique()
     return [compare(got, want, "bf16"), compare(found["ssm"][real].to(DTYPE), wanted["ssm"][real], "bf16")]
 
 

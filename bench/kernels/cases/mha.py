@@ -13,7 +13,7 @@ from allotrope.attention.batch import BatchLayout, PageIndex
 from allotrope.attention.cache_layout import pool_bytes, views
 from allotrope.attention.check import KINDS, Comparison, compare
 from allotrope.attention.mha import MHA, MhaSpec
-from bench.kernels.cases.case import Check, KernelCase, Timed, prefill_batch
+from bench.kernels.cases.case import Check, KernelCase, Timed, prefill_batch, verify_batch
 
 PAGE = 64
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -43,6 +43,8 @@ def cases() -> list[KernelCase]:
     found += [_case("decode B64 8192 64/8 x 128", quantized, (1,) * 64, 8192)]
     found += [_case("decode B1 131072 64/8 x 128", wide["64/8 x 128"], (1,), 131072)]
     found += [_case("decode B64 8192 64/8 x 64 sinks window 128", window, (1,) * 64, 8192)]
+    drafted = wide | {"24/4 x 256": spec(24, 4, 256), "64/8 x 64 sinks window 128": window}
+    found += [_verify(f"verify B{b} x 4 1024 {n}", layer, b, 4, 1024) for n, layer in drafted.items() for b in (64, 16)]
     found += [_case(f"prefill 8192 {name}", layer, (8192,), 8192) for name, layer in wide.items()]
     found += [_case("prefill 8192 64/8 x 64", spec(64, 8, 64), (8192,), 8192)]
     found += [_case("prefill 8192 64/8 x 64 sinks window 128", window, (8192,), 8192)]
@@ -50,6 +52,7 @@ def cases() -> list[KernelCase]:
     found += [_case("prefill 512 after 7680 64/8 x 128", wide["64/8 x 128"], (512,), 8192)]
     tiny = dataclasses.replace(spec(4, 2, 64, sinks=True), kv_dtype=torch.float32)
     found += [_case("decode B3 70 4/2 x 64 sinks", tiny, (1,) * 3, 70, tiny=True)]
+    found += [_verify("verify B3 x 3 70 4/2 x 64 sinks", tiny, 3, 3, 70, tiny=True)]
     return [*found, _case("prefill 2 x 40 of 70 4/2 x 64 sinks", tiny, (40,) * 2, 70, tiny=True)]
 
 
@@ -81,11 +84,32 @@ def _case(name: str, layer: MhaSpec, new: tuple[int, ...], length: int, tiny: bo
     )
 
 
+def _verify(name: str, layer: MhaSpec, sequences: int, rows: int, length: int, tiny: bool = False) -> KernelCase:
+    """Sequences with drafts: each reads its keys once."""
+    alone = _case(name, layer, (1,) * sequences, length + rows - 1, tiny)
+    queries = 2 * (rows - 1) * layer.num_heads * layer.head_dim * layer.kv_dtype.itemsize
+    return dataclasses.replace(
+        alone,
+        make=functools.partial(_make_verify, layer, sequences, rows, length),
+        bytes=alone.bytes + sequences * queries,
+        flops=alone.flops * rows,
+        peers={},
+        absent={},
+    )
+
+
 def _make(
     layer: MhaSpec, new: tuple[int, ...], lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Inputs:
-    batch, paged, pages = prefill_batch(new, lengths, PAGE, device)
-    layout = layer.caches()["kv"]
+    return _filled(layer, *prefill_batch(new, lengths, PAGE, device), dtype)
+
+
+def _make_verify(layer: MhaSpec, sequences: int, rows: int, length: int, device: torch.device) -> Inputs:
+    return _filled(layer, *verify_batch(sequences, rows, length, PAGE, device), layer.kv_dtype)
+
+
+def _filled(layer: MhaSpec, batch: BatchLayout, paged: PageIndex, pages: int, dtype: torch.dtype) -> Inputs:
+    device, layout = batch.device, layer.caches()["kv"]
     pools = views(layout, PAGE, pages, torch.zeros(pool_bytes(layout, PAGE, pages), dtype=torch.uint8, device=device))
     for pool in pools.values():
         for part in pool[1:].split(1024):
