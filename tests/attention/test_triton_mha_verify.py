@@ -39,7 +39,10 @@ SPECS = {
     "one head": spec_of(1, 1, 16, v_head_dim=32),
     "one chunk": spec_of(8, 1, 16, 5, sinks=True),
     "window and sinks": spec_of(8, 1, 16, 50, sinks=True),
+    "short and long": spec_of(6, 2, 16),
 }
+# Fewest keys of a chunk of a short and of a long request, and most chunks.
+CHUNKS = {"short and long": (16, 32, 16)}
 
 
 def verify_tensors() -> tuple[torch.Tensor, VerifyTensors]:
@@ -57,9 +60,11 @@ def verify_tensors() -> tuple[torch.Tensor, VerifyTensors]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_rows_that_share_keys_have_the_bits_of_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_decode, "max_chunks_of", lambda spec: 4)
     spec = SPECS[name]
-    how = triton_decode.Config(16, 32, 4, 2, 4096) if DEVICE == "cuda" else triton_decode.Config(16, 32, 4, 1, 64)
+    chunk, long_chunk, most = CHUNKS.get(name, (32, 32, 4))
+    monkeypatch.setattr(triton_decode, "max_chunks_of", lambda spec: most)
+    stages, programs = (2, 4096) if DEVICE == "cuda" else (1, 64)
+    how = triton_decode.Config(16, chunk, long_chunk, 4, stages, programs)
     torch.manual_seed(3)
     lens, verify = verify_tensors()
     longest, rows = int(lens.max()), len(lens)

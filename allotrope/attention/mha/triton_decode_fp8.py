@@ -65,7 +65,7 @@ def decode_kernel(
     q_t, q_h, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b, out_t, out_h,
     H: tl.constexpr, Q_PER_KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, LONG_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, DIRECT: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def decode_kernel(
     head = kv_head * Q_PER_KV + offs_h
     mask_h = offs_h < Q_PER_KV
     kv_len = tl.load(seq_lens + request)
-    first_key, aligned_key, chunk_size, num_chunks = kv_chunks(kv_len, window, BLOCK_N, CHUNK, MAX_CHUNKS)
+    first_key, aligned_key, chunk_size, num_chunks = kv_chunks(kv_len, window, BLOCK_N, CHUNK, LONG_CHUNK, MAX_CHUNKS)
     offs_d, offs_dv = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_DV // 2)
     mask_d, mask_dv = offs_d < D // 2, offs_dv < DV // 2
     q_ptrs = q + request * q_t + head[:, None] * q_h + 2 * offs_d[None, :]

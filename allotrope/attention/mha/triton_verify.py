@@ -40,7 +40,7 @@ def verify_kernel(
     q_t, q_h, kp_p, kp_s, kp_g, vp_p, vp_s, vp_g, table_b, out_t, out_h, first_row, num_rows,
     H: tl.constexpr, Q_PER_KV: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr, LONG_CHUNK: tl.constexpr, MAX_CHUNKS: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, DIRECT: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
@@ -71,18 +71,18 @@ def verify_kernel(
     row = tl.program_id(2) - first
     begins = row % GROUP == 0
     count = tl.minimum(tl.load(num_rows + first) - row, GROUP - row % GROUP)
-    first_key, aligned_key, chunk_size, _ = kv_chunks(kv_len, window, BLOCK_N, CHUNK, MAX_CHUNKS)
+    first_key, aligned_key, chunk_size, _ = kv_chunks(kv_len, window, BLOCK_N, CHUNK, LONG_CHUNK, MAX_CHUNKS)
     if not DIRECT:
-        _, key_before, size_before, _ = kv_chunks(kv_len - 1, window, BLOCK_N, CHUNK, MAX_CHUNKS)
+        _, key_before, size_before, _ = kv_chunks(kv_len - 1, window, BLOCK_N, CHUNK, LONG_CHUNK, MAX_CHUNKS)
         begins = begins | (key_before != aligned_key) | (size_before != chunk_size)
         # From row to row the first key never falls, nor the size while that stays: equal rows are neighbours.
-        _, keys_behind, sizes_behind, _ = kv_chunks(kv_len + offs_h, window, BLOCK_N, CHUNK, MAX_CHUNKS)
+        _, keys_behind, sizes_behind, _ = kv_chunks(kv_len + offs_h, window, BLOCK_N, CHUNK, LONG_CHUNK, MAX_CHUNKS)
         same = (keys_behind == aligned_key) & (sizes_behind == chunk_size) & (offs_h < count)
         count = tl.sum(same.to(tl.int32), 0)
     if not begins:
         return
     last_len = kv_len + count - 1
-    num_chunks = kv_chunks(last_len, window, BLOCK_N, CHUNK, MAX_CHUNKS)[3]
+    num_chunks = kv_chunks(last_len, window, BLOCK_N, CHUNK, LONG_CHUNK, MAX_CHUNKS)[3]
     table += request * table_b
     k_pool += kv_head * kp_g
     v_pool += kv_head * vp_g
