@@ -217,7 +217,7 @@ def run(
     """Measure. Returns by command whether its engines were stopped while they loaded."""
 
     def turns_of(models: Sequence[Model]) -> Waiting:
-        commands = (one for one in table.commands() if one.model in models)
+        commands = in_order_of_loading([one for one in table.commands() if one.model in models], table.given["gpus"])
         return Waiting(turn(table, one, lines[one.name], options) for one in commands)
 
     if table.given["spread"]:
@@ -235,6 +235,15 @@ def run(
     with ThreadPoolExecutor(len(groups)) as pool:
         list(pool.map(measure, range(len(groups))))
     return found
+
+
+def in_order_of_loading(commands: Sequence[Command], gpus: int) -> list[Command]:
+    """Of each model those of other engines first, which compile kernels for minutes while ours are measured. On several
+    GPUs nothing loads meanwhile, and an engine that loads later finds the kernels of those before it."""
+    if gpus > 1:
+        return list(commands)
+    models = list(dict.fromkeys(one.model.name for one in commands))
+    return sorted(commands, key=lambda one: (models.index(one.model.name), OURS in one.engines))
 
 
 def by_core(cpus: Iterable[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:

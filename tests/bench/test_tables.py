@@ -153,6 +153,14 @@ def test_data_parallel_ranks_have_room_for_whole_weights(tables: Any) -> None:
     assert room == {"TP2": 10, "TP2 EP": 10, "DP2 EP": 20}
 
 
+def test_what_loads_for_minutes_loads_first(tables: Any) -> None:
+    commands = tables.Table("speculation", ["gpt_oss", "qwen3_next"]).commands()
+    found = [(one.model.name, *one.engines) for one in tables.in_order_of_loading(commands, gpus=1)]
+    of_model = [("vllm",), *[("allotrope",)] * 4]
+    assert found == [(model, *engines) for model in ("gpt_oss", "qwen3_next") for engines in of_model]
+    assert tables.in_order_of_loading(commands, gpus=2) == commands
+
+
 def test_a_host_gives_its_options_to_the_plugin_but_for_its_own(tables: Any) -> None:
     table = tables.Table("hosts", ["qwen3_next"])
     model = table.models[0]
