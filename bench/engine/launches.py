@@ -2,8 +2,10 @@
 
     python bench/engine/launches.py MODEL                       a directory or hub id
     python bench/engine/launches.py MODEL --load-format dummy --requests 64 --context 1000 --out found.json
+    python bench/engine/launches.py MODEL --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'
 
-The step is run without a graph, under torch's profiler; a graph replays the same kernels.
+The step is run without a graph, under torch's profiler; a graph replays the same kernels. With drafts it verifies some
+and makes the next.
 """
 
 from __future__ import annotations
@@ -210,6 +212,7 @@ def config_of(options: argparse.Namespace) -> Any:
     return EngineConfig(
         model=options.model, device="cuda", dtype="bfloat16", load_format=options.load_format, cuda_graphs=False,
         max_model_len=options.context + 64, max_num_seqs=options.requests, hf_overrides=options.hf_overrides,
+        speculative_config=options.speculative_config,
     )  # fmt: skip
 
 
@@ -254,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--load-format", default="auto", help="as of the engine; dummy: random weights")
     parser.add_argument("--hf-overrides", help="as of the engine: JSON that overrides the model's config")
+    parser.add_argument("--speculative-config", help="as of the engine: JSON; default: no drafts")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--out", type=Path, help="JSON of every kernel of the step")
