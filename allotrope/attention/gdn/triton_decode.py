@@ -58,9 +58,9 @@ def decode_kernel(
     # Everything is asked for before anything is waited for.
     state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_v[None, :]
     low_ptrs, high_ptrs = state_ptrs + low[:, None] * DV, state_ptrs + high[:, None] * DV
-    mask, mask_far = mask_low[:, None] & mask_v[None, :], mask_high[:, None] & mask_v[None, :]
-    state = tl.load(low_ptrs, mask=mask & (is_new == 0), other=0.0).to(tl.float32)
-    state_high = tl.load(high_ptrs, mask=mask_far & (is_new == 0), other=0.0).to(tl.float32)
+    mask_state, mask_state_high = mask_low[:, None] & mask_v[None, :], mask_high[:, None] & mask_v[None, :]
+    state = tl.load(low_ptrs, mask=mask_state & (is_new == 0), other=0.0).to(tl.float32)
+    state_high = tl.load(high_ptrs, mask=mask_state_high & (is_new == 0), other=0.0).to(tl.float32)
     x_ptr, conv_state = qkv + request.to(tl.int64) * qkv_row, conv + slot * conv_slot
     q_low, q_high = key_head * DK + low, key_head * DK + high
     k_low, k_high = KEY_HEADS * DK + q_low, KEY_HEADS * DK + q_high
@@ -99,8 +99,8 @@ def decode_kernel(
     q_state, delta, state, state_high = update(
         state, state_high, q, qh, k, kh, v, tl.sigmoid(token_b.to(tl.float32))
     )  # fmt: skip
-    tl.store(low_ptrs, state.to(ssm.dtype.element_ty), mask=mask)
-    tl.store(high_ptrs, state_high.to(ssm.dtype.element_ty), mask=mask_far)
+    tl.store(low_ptrs, state.to(ssm.dtype.element_ty), mask=mask_state)
+    tl.store(high_ptrs, state_high.to(ssm.dtype.element_ty), mask=mask_state_high)
     tl.store(out_ptrs, tl.fma(dot(q, k, qh, kh), delta, q_state).to(out.dtype.element_ty), mask=mask_v)
 
     store_window(conv_state, v_channel, mask_v, shifted(windows[4], x[4], WIDTH), conv_row, WIDTH)

@@ -246,9 +246,9 @@ def verify_kernel(
     num_replay = tl.where(is_new, 0, tl.load(replay + request))
     state_ptrs = ssm + slot * ssm_slot + head * (DK * DV) + offs_v[None, :]
     low_ptrs, high_ptrs = state_ptrs + low[:, None] * DV, state_ptrs + high[:, None] * DV
-    mask, mask_far = mask_low[:, None] & mask_v[None, :], mask_high[:, None] & mask_v[None, :]
-    state = tl.load(low_ptrs, mask=mask & (is_new == 0), other=0.0).to(tl.float32)
-    state_high = tl.load(high_ptrs, mask=mask_far & (is_new == 0), other=0.0).to(tl.float32)
+    mask_state, mask_state_high = mask_low[:, None] & mask_v[None, :], mask_high[:, None] & mask_v[None, :]
+    state = tl.load(low_ptrs, mask=mask_state & (is_new == 0), other=0.0).to(tl.float32)
+    state_high = tl.load(high_ptrs, mask=mask_state_high & (is_new == 0), other=0.0).to(tl.float32)
     # What a token needs is asked for one token ahead.
     requests = tl.num_programs(2)
     token = load_token(
@@ -278,8 +278,8 @@ def verify_kernel(
             state * token_decay, state_high * decay_high, token_q, q_high, token_k, k_high, token_v, token_beta
         )  # fmt: skip
         if row == 0:
-            tl.store(low_ptrs, state.to(ssm.dtype.element_ty), mask=mask)
-            tl.store(high_ptrs, state_high.to(ssm.dtype.element_ty), mask=mask_far)
+            tl.store(low_ptrs, state.to(ssm.dtype.element_ty), mask=mask_state)
+            tl.store(high_ptrs, state_high.to(ssm.dtype.element_ty), mask=mask_state_high)
         state = rounded(state, ssm.dtype.element_ty, PAIRS)
         state_high = rounded(state_high, ssm.dtype.element_ty, PAIRS)
         o = tl.fma(token_qk, delta, q_state)
