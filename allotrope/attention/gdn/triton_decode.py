@@ -24,6 +24,7 @@ from allotrope.attention.gdn.triton_gates import (
     load_rates,
     load_taps,
     load_window,
+    normalized,
     shifted,
     store_window,
     update,
@@ -81,9 +82,8 @@ def decode_kernel(
     for i in tl.static_range(5):
         convolved += (tl.where(masks[i], conv_token(windows[i], x[i], taps[i], WIDTH, BIAS), 0.0),)
     q, qh, k, kh, v = convolved
-    q_norm = tl.rsqrt(dot(q, q, qh, qh) + eps) * scale
-    k_norm = tl.rsqrt(dot(k, k, kh, kh) + eps)
-    q, qh, k, kh = q * q_norm, qh * q_norm, k * k_norm, kh * k_norm
+    q, qh = normalized(q, qh, scale, eps)
+    k, kh = normalized(k, kh, 1.0, eps)
     # All threads have read the conv state, and none has stored anything: the release orders nothing else.
     tl.debug_barrier()
     counter = arrivals + request * KEY_HEADS + key_head

@@ -37,6 +37,13 @@ def dot(a, b, a_high, b_high):
 
 
 @triton.jit
+def normalized(x, x_high, factor, eps):
+    """Both halves of a head's key channels, with norm `factor`."""
+    norm = tl.rsqrt(dot(x, x, x_high, x_high) + eps) * factor
+    return x * norm, x_high * norm
+
+
+@triton.jit
 def load_rates(A_log, dt_bias, head, low, high, mask_low, mask_high, DK: tl.constexpr, CHANNEL: tl.constexpr):
     """e^A_log and dt_bias of a value head; dt_bias of the low and the high half of its key channels if CHANNEL."""
     A = tl.exp(tl.load(A_log + head).to(tl.float32))

@@ -26,7 +26,16 @@ import triton.language as tl
 from allotrope.attention.batch import VerifyTensors
 from allotrope.attention.gdn.spec import GdnSpec
 from allotrope.attention.gdn.triton_decode import config
-from allotrope.attention.gdn.triton_gates import conv_token, decay_of, dot, load_a, load_rates, load_taps, update
+from allotrope.attention.gdn.triton_gates import (
+    conv_token,
+    decay_of,
+    dot,
+    load_a,
+    load_rates,
+    load_taps,
+    normalized,
+    update,
+)
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
@@ -86,13 +95,13 @@ def tokens_kernel(
     if slot <= 0:
         return
     first = tl.load(first_row + request)
-    num_replay = tl.where(tl.load(seq_lens + first) <= 1, 0, tl.load(replay + first))
+    is_new = tl.load(seq_lens + first) <= 1
+    num_replay = tl.where(is_new, 0, tl.load(replay + first))
     if kind > 0:
         if tl.load(rows + request) == 0:
             return
         if kind > num_replay:
             return
-    is_new = tl.load(seq_lens + first) <= 1
     token = tl.where(kind > 0, kind - 1, num_replay + request - first)
     x_ptr, conv_state = qkv + first.to(tl.int64) * qkv_row, conv + slot * conv_slot
     draft_x = draft_qkv + slot * draft_qkv_slot
@@ -111,9 +120,8 @@ def tokens_kernel(
         taps = load_taps(weight, bias, channels[i], masks[i], weight_channel, weight_w, WIDTH, BIAS)
         convolved += (tl.where(masks[i], conv_token(inputs, inputs[WIDTH - 1], taps, WIDTH, BIAS), 0.0),)
     q, qh, k, kh = convolved
-    q_norm = tl.rsqrt(dot(q, q, qh, qh) + eps) * scale
-    k_norm = tl.rsqrt(dot(k, k, kh, kh) + eps)
-    q, qh, k, kh = q * q_norm, qh * q_norm, k * k_norm, kh * k_norm
+    q, qh = normalized(q, qh, scale, eps)
+    k, kh = normalized(k, kh, 1.0, eps)
     place = kind * tl.num_programs(1) + request
     at_key = place.to(tl.int64) * KEY_HEADS + key_head
     tl.store(q_out + at_key * DK + low, q, mask=mask_low)

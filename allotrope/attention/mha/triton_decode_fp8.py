@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allotrope.attention.mha.triton_decode import kv_chunks
+from allotrope.attention.mha.triton_decode import kv_chunks, pages_of_block
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.propagate_nan import at_least, higher_of, highest, largest_of
 from allotrope.kernels.softmax import LOG2E, LOWEST, logits_to_base_2
@@ -109,14 +109,7 @@ def decode_kernel(
         for start in range(begin, end, BLOCK_N):
             offs_n = start + tl.arange(0, BLOCK_N)
             mask_n = (offs_n >= first_key) & (offs_n < end)
-            if PAGE % BLOCK_N == 0:
-                page = tl.load(table + start // PAGE).to(tl.int64)
-                mask_kv = mask_n & (page >= 0)
-                page_offset = start % PAGE + tl.arange(0, BLOCK_N)
-            else:
-                page = tl.load(table + offs_n // PAGE, mask=mask_n, other=-1).to(tl.int64)
-                mask_kv = page >= 0
-                page_offset = offs_n % PAGE
+            page, page_offset, mask_kv = pages_of_block(table, start, mask_n, PAGE, BLOCK_N)
             kv_offset = page * kp_p + page_offset * kp_s
             mask = mask_kv[:, None]
             if 2 * (D // 2) != BLOCK_D:
