@@ -238,12 +238,9 @@ def run(
 
 
 def in_order_of_loading(commands: Sequence[Command], gpus: int) -> list[Command]:
-    """Of each model those of other engines first, which compile kernels for minutes while ours are measured. On several
-    GPUs nothing loads meanwhile, and an engine that loads later finds the kernels of those before it."""
-    if gpus > 1:
-        return list(commands)
-    models = list(dict.fromkeys(one.model.name for one in commands))
-    return sorted(commands, key=lambda one: (models.index(one.model.name), OURS in one.engines))
+    """Those of other engines first, which compile kernels for minutes while ours are measured. On several GPUs nothing
+    loads meanwhile, and an engine that loads later finds the kernels of those before it."""
+    return list(commands) if gpus > 1 else sorted(commands, key=lambda one: OURS in one.engines)
 
 
 def by_core(cpus: Iterable[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:

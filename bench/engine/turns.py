@@ -12,7 +12,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,14 +49,15 @@ class Waiting:
     """Turns that nobody has taken yet, in their order. Several shares may take from it at once."""
 
     def __init__(self, turns: Iterable[Turn]) -> None:
-        self._turns, self._lock = deque(turns), threading.Lock()
+        self._turns, self._lock = list(turns), threading.Lock()
 
     def take(self, max_gigabytes: float | None) -> Turn | None:
-        """The first one, if it needs no more than that; None: any number."""
+        """The first one that needs no more than that; None: any number."""
         with self._lock:
-            if not self._turns or (max_gigabytes is not None and self._turns[0].gigabytes > max_gigabytes):
-                return None
-            return self._turns.popleft()
+            for place, turn in enumerate(self._turns):
+                if max_gigabytes is None or turn.gigabytes <= max_gigabytes:
+                    return self._turns.pop(place)
+            return None
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Running:
 
 
 def take_turns(waiting: Waiting, share: Share, say: Callable[[str], object] = print) -> dict[str, bool]:
-    """Run turns on a share until none is waiting. The next one starts as soon as it fits beside those that run; on
+    """Run turns on a share until none is waiting. One starts as soon as it fits beside those that run; on
     several GPUs, where those that run have all been measured: a rank that is stopped would leave the kernels of others
     waiting for it on their GPUs. Returns by name whether its engines were stopped while they loaded: then the time that
     they took to start means nothing.
