@@ -156,8 +156,8 @@ def test_data_parallel_ranks_have_room_for_whole_weights(tables: Any) -> None:
 def test_what_loads_for_minutes_loads_first(tables: Any) -> None:
     commands = tables.Table("speculation", ["gpt_oss", "qwen3_next"]).commands()
     found = [(one.model.name, *one.engines) for one in tables.in_order_of_loading(commands, gpus=1)]
-    of_model = [("vllm",), *[("allotrope",)] * 4]
-    assert found == [(model, *engines) for model in ("gpt_oss", "qwen3_next") for engines in of_model]
+    models, ours = ("gpt_oss", "qwen3_next"), [("allotrope",)] * 4
+    assert found == [(model, "vllm") for model in models] + [(model, *engine) for model in models for engine in ours]
     assert tables.in_order_of_loading(commands, gpus=2) == commands
 
 

@@ -258,6 +258,24 @@ def test_few_requests_get_drafts_after_many(k: int = 3) -> None:
     assert serve(1, 40)[-20:] == [k] * 20
 
 
+@pytest.mark.parametrize("busy", [range(40), range(10, 20), range(300, 400)])
+def test_what_was_measured_on_a_busy_host_is_measured_again(busy: range, k: int = 3) -> None:
+    """The first draft is right in 4 of 5 steps, and no other. For some steps all take the host as long as 4 rows with
+    their passes take the device: then the drafts that are best are not those that seemed to be."""
+    step_of, passes_of = {1: 1.45, 2: 1.75, 3: 2.3, 4: 2.6}, [0.1, 0.4, 0.8, 1.2]
+    stats, times, passes = AcceptanceStats(k), StepTimes(), PassTimes()
+    policy, chosen, drafts = DraftPolicy(stats, times, passes), [], 0
+    for step in range(1000):
+        stats.record(["a"], [drafts], [min(drafts, 1) if step % 5 else 0])
+        (ahead,) = policy.choose(["a"])
+        times.record(1 + drafts, max(step_of[1 + drafts], 3.8 - passes_of[ahead] if step in busy else 0.0))
+        passes.record(ahead, 1 + drafts, passes_of[ahead])
+        drafts = ahead
+        chosen.append(drafts)
+    after = chosen[busy.stop + 200 :]
+    assert after.count(1) >= 0.95 * len(after)
+
+
 def test_passes_of_other_numbers_take_their_share() -> None:
     passes = PassTimes()
     for _ in range(4):
@@ -300,14 +318,16 @@ def test_times_are_medians_that_forget() -> None:
 def test_a_sequence_without_drafts_is_retried_and_recovers() -> None:
     stats = after_steps({"good": 4, "bad": 0})
     policy = DraftPolicy(stats, measured(lambda rows: 5e-3 + 1e-3 * rows))
-    tries = []
+    tries, fewer = [], 0
     for step in range(12 * RETRY_STEPS):
         good, bad = policy.choose(["good", "bad"])
-        assert good == 4
+        fewer += good < 4
+        assert good >= 3
         stats.record(["good", "bad"], [good, bad], [good, bad if step > 3 * RETRY_STEPS else 0])
         tries.append(bad)
     early = [step for step, drafts in enumerate(tries[: 3 * RETRY_STEPS]) if drafts]
     assert len(early) == 1 and tries[early[0]] == 1, early
+    assert fewer == 4
     assert tries[-50:] == [4] * 50
 
 
@@ -331,7 +351,8 @@ def test_sequences_are_retried_a_few_at_a_time() -> None:
 
 @pytest.mark.parametrize("tokens", [60, 10**9], ids=["short requests", "one long request"])
 def test_longer_drafts_are_tried_again(tokens: int) -> None:
-    """Where only the first draft was ever right, others are hardly made, and yet it is seen when they become right."""
+    """Where only the first draft was ever right, others are hardly made, and yet it is seen when they become right. A
+    few steps measure the time of one more or one fewer."""
     stats = AcceptanceStats(3)
     policy = DraftPolicy(stats, measured(lambda rows: 5e-3 + 1e-3 * rows), measured_passes(5e-4))
     lengths = []
@@ -341,8 +362,8 @@ def test_longer_drafts_are_tried_again(tokens: int) -> None:
         stats.record([key], [drafts], [drafts if step >= 3000 else min(drafts, 1)])
         lengths.append(drafts)
     useless = sum(drafts > 1 for drafts in lengths[:3000])
-    assert 0 < useless <= 60 and min(lengths) == 1
-    assert lengths[-400:] == [3] * 400
+    assert 0 < useless <= 60 and lengths.count(0) <= 4
+    assert lengths[-400:].count(3) >= 398
 
 
 def test_choosing_is_cheap() -> None:

@@ -15,6 +15,10 @@ from allotrope.engine.drafts.step_times import PassTimes, StepTimes
 # Steps after which a sequence without drafts is tried again. Each time that this was in vain, twice as many follow.
 RETRY_STEPS = 64
 MAX_RETRY_STEPS = 1024
+# Steps after which one more or one fewer draft is tried: what was measured of that may be wrong, and is not measured
+# again while another number seems better. Each time twice as many follow.
+PROBE_STEPS = 32
+MAX_PROBE_STEPS = 512
 # Steps with all drafts, after which the time of such a step is estimated.
 _MAX_TRIES = 32
 
@@ -47,6 +51,9 @@ class DraftPolicy:
         self._drafted: dict[Hashable, int] = {}
         # Of a sequence that was tried again: the steps until the next try, and its share of right first drafts before.
         self._retried: dict[Hashable, tuple[int, float]] = {}
+        # By the most drafts of a sequence that were best: the step of the next probe, the steps before it, and whether
+        # it has more drafts.
+        self._probes: dict[int, tuple[int, int, bool]] = {}
 
     def choose(
         self,
@@ -61,7 +68,7 @@ class DraftPolicy:
         of the step that are no decoding sequences'. `most_drafts`: of all sequences together. Of a step of B sequences
         the n drafts that are likeliest to be accepted are kept, for the n with the most expected tokens per second,
         (B + sum of probabilities) / (seconds of B + n rows + passes). While times are not known, all drafts are made,
-        then none, so that both are measured.
+        then none, so that both are measured; later, now and then, one more or one fewer.
         """
         k, count = self._stats.max_drafts, len(keys)
         room = [k] * count if limits is None else [max(0, min(k, limit)) for limit in limits]
@@ -81,7 +88,7 @@ class DraftPolicy:
             for key, drafts in zip(keys, chosen, strict=True):
                 if drafts:
                     self._retried.pop(key, None)
-            chosen = self._retry(keys, chosen, room)
+            chosen = self._probe(chosen, room) or self._retry(keys, chosen, room)
         for key, drafts in zip(keys, chosen, strict=True):
             if drafts:
                 self._drafted[key] = self._step
@@ -111,6 +118,22 @@ class DraftPolicy:
             seconds += self._passes.cost(np.maximum.accumulate(np.append(0, order // count + 1)), rows)
         best = int(np.argmax(tokens / seconds))
         return np.bincount(order[:best] % count, minlength=count).tolist()
+
+    def _probe(self, chosen: list[int], room: list[int]) -> list[int] | None:
+        """Where it is time to, `chosen` with one more or one fewer draft, in turn, of each sequence that has the most.
+        Whether sequences without drafts get some is left to `_retry`."""
+        depth = max(chosen, default=0)
+        due, pause, more = self._probes.setdefault(depth, (self._step + PROBE_STEPS, PROBE_STEPS, False))
+        if not depth or self._step < due:
+            return None
+        pause = min(2 * pause, MAX_PROBE_STEPS)
+        more = more and depth < max(room)
+        self._probes[depth] = self._step + pause, pause, not more
+        change = 1 if more else -1
+        return [
+            min(drafts + change, limit) if drafts == depth else drafts
+            for drafts, limit in zip(chosen, room, strict=True)
+        ]
 
     def _retry(self, keys: Sequence[Hashable], chosen: list[int], room: list[int]) -> list[int]:
         """`chosen` with drafts for some sequences that had none for long: their text may have changed.

@@ -18,6 +18,10 @@ _KEPT_TIMES = 31
 _MIN_TIMES = 4
 # Steps after which a time is stale: contexts grow, and other sequences run.
 _STALE_STEPS = 4096
+# Times that are older than this many steps count no longer once a new one is so far from their median: the host may
+# have been busy with something else when they were taken.
+_OLD_STEPS = 16
+_APART = 1.25
 
 Seconds = npt.NDArray[np.float64]
 
@@ -38,14 +42,24 @@ class StepTimes:
 
     def record(self, rows: int, seconds: float) -> None:
         """A step of `rows` rows took `seconds`."""
-        self._step += 1
+        self.skip()
         kept = _bucket(self._pad(rows))
         times = self._times.setdefault(kept, deque(maxlen=_KEPT_TIMES))
+        if times and self._step - times[-1][0] > _OLD_STEPS:
+            before = statistics.median(seconds for _, seconds in times)
+            if not before / _APART <= seconds <= before * _APART:
+                self._forget(kept)
+                times = self._times.setdefault(kept, deque(maxlen=_KEPT_TIMES))
         times.append((self._step, seconds))
         if len(times) >= _MIN_TIMES:
             self._refresh(kept)
+
+    def skip(self) -> None:
+        """A step has passed."""
+        self._step += 1
         if self._step % _STALE_STEPS == 0:
-            self._drop_stale()
+            for kept in [rows for rows, times in self._times.items() if times[-1][0] <= self._step - _STALE_STEPS]:
+                self._forget(kept)
 
     def clear(self) -> None:
         """Forget all times: steps run in another way from now on."""
@@ -88,12 +102,11 @@ class StepTimes:
             self._rows.insert(i, kept)
             self._seconds.insert(i, median)
 
-    def _drop_stale(self) -> None:
-        for kept in [rows for rows, times in self._times.items() if times[-1][0] <= self._step - _STALE_STEPS]:
-            del self._times[kept]
-            if kept in self._rows:
-                i = self._rows.index(kept)
-                del self._rows[i], self._seconds[i]
+    def _forget(self, kept: int) -> None:
+        del self._times[kept]
+        if kept in self._rows:
+            i = self._rows.index(kept)
+            del self._rows[i], self._seconds[i]
 
 
 class PassTimes:
@@ -109,6 +122,9 @@ class PassTimes:
     def record(self, passes: int, rows: int, seconds: float) -> None:
         """`passes` passes behind a step of `rows` rows took `seconds`. Those of 0 passes store the step's tokens."""
         self._by_number.setdefault(passes, StepTimes(self._pad)).record(rows, seconds)
+        for number, times in self._by_number.items():
+            if number != passes:
+                times.skip()
 
     def clear(self) -> None:
         """Forget all times: passes run in another way from now on."""
