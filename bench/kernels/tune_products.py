@@ -156,6 +156,10 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             # Wide tiles read the rows less often.
             for columns, split, stages in itertools.product((128, 256), splits, (3, 4)):
                 yield Launch(64 if usual > 32 else 32, columns, split, True, False, 8, stages)
+        if fp8 and not shape.experts:
+            # Stream-K.
+            for columns in (128, 256):
+                yield Launch(64 if usual <= 64 else 128, columns, 1, False, False, 8, 3, provider="gluon")
         if shape.experts and not shape.gated:
             yield from (Launch(height, 256, 1, True, True, 8, 3) for height in heights)
     if usual > 32:

@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from allotrope.attention.check import KINDS, compare
 from allotrope.ops.gated_activation import GatedActivation
+from allotrope.ops.matmul import gluon_fp8, triton, triton_quantize
 from allotrope.ops.matmul import pack_for_kernels as pack
-from allotrope.ops.matmul import triton, triton_quantize
 from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, Fp8, quantize_rows
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import GLUON, PYTORCH, Launch
@@ -108,14 +108,14 @@ def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs
 def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All products whose programs share inputs have the same, whatever their sizes, and leave its counters at zero;
     those of the side stream, which run meanwhile, have another."""
-    launch, scratch = LAUNCHES["shared inputs"], triton._scratch
+    launch, scratch = LAUNCHES["shared inputs"], triton.scratch
     taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(device: torch.device, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
         taken.append(scratch(device, overlap))
         return taken[-1]
 
-    monkeypatch.setattr(triton, "_scratch", record)
+    monkeypatch.setattr(triton, "scratch", record)
     for outputs, inputs, on_side in ((128, 384, False), (96, 512, False), (128, 384, True), (96, 512, True)):
         monkeypatch.setattr(triton, "on_side_stream", lambda device, on_side=on_side: on_side)
         x = torch.randn(3, inputs, device=DEVICE).bfloat16()
@@ -277,6 +277,42 @@ def test_groups_of_warps_take_four_bits_apart(sizes: list[int], gating: GatedAct
     assert bool((memory[:, want.shape[1] :] == 7).all())
     # The same rows, in order already.
     assert torch.equal(multiply(x[sorted_token_ids], **given), out)
+
+
+@pytest.mark.parametrize("block_n", [128, 256])
+@pytest.mark.parametrize(("tokens", "block_m"), [(1, 64), (37, 64), (64, 64), (65, 128), (128, 128)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(128, 128), (384, 5 * 128), (640, 300), (20 * 128, 24 * 128), (300 * 128, 128), (272 * 128, 7 * 128)],
+)
+def test_equal_shares_of_a_weight(outputs: int, inputs: int, tokens: int, block_m: int, block_n: int) -> None:
+    """On Hopper Stream-K; elsewhere the same launch is one of `product_kernel`. Fewer steps than programs, tiles that
+    lie in several runs and runs of several tiles, a tile whose second half is not there."""
+    if DEVICE == "cpu" and (outputs > 640 or tokens > 1):
+        pytest.skip("the interpreter takes its time, and has no runs")
+    torch.manual_seed(0)
+    weight = weight_of(BLOCK, outputs, inputs, rows=128)
+    x = torch.randn(tokens, inputs, device=DEVICE).bfloat16()
+    want = Fp8().activations(x) @ weight.dequantize().T
+    memory = torch.full((tokens + 1, outputs + 16), 7.0, device=DEVICE).bfloat16()
+    out = memory[:tokens, :outputs]
+    launch = Launch(block_m, block_n, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="gluon")
+    prepared = pack(weight)
+    check(multiply(x, prepared, out=out, launch=launch), want)
+    assert bool((memory[:, outputs:] == 7).all()) and bool((memory[tokens] == 7).all())
+    # Parts are added in order, and arrivals are 0 again.
+    assert all(torch.equal(multiply(x, prepared, launch=launch), out) for _ in range(3))
+    sums = multiply(x, prepared, out=torch.empty(tokens, outputs, device=DEVICE), launch=launch)
+    assert torch.equal(sums.bfloat16(), out)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 114, 132])
+def test_every_step_lies_in_the_run_that_takes_it(programs: int) -> None:
+    for steps in (programs, programs + 1, 5 * programs - 1, 20 * 48, 136 * 40, 1940 * 40):
+        bounds = [i * steps // programs for i in range(programs + 1)]
+        found = [gluon_fp8._run_of.fn(step, steps, programs) for step in bounds[:-1]]
+        assert found == list(range(programs))
+        assert [gluon_fp8._run_of.fn(end - 1, steps, programs) for end in bounds[1:]] == list(range(programs))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="PyTorch multiplies blocks on a GPU only")

@@ -1,8 +1,8 @@
 """Products on a GPU: the measured launch of a shape says which provider multiplies it.
 
 The providers are our Triton kernel for one weight and for many (`triton.py`), PyTorch's products (`library.py` for FP8,
-`torch.mm`), and for many rows of experts on Hopper the warp-specialized Gluon kernels (`gluon_experts_fp8.py`,
-`gluon_experts_fp4.py`). Must not know layers.
+`torch.mm`), and on Hopper the warp-specialized Gluon kernels: Stream-K for few rows of one FP8 weight (`gluon_fp8.py`),
+and for many rows of experts (`gluon_experts_fp8.py`, `gluon_experts_fp4.py`). Must not know layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.matmul import gluon_experts_fp4, gluon_experts_fp8
+from allotrope.ops.matmul import gluon_experts_fp4, gluon_experts_fp8, gluon_fp8
 from allotrope.ops.matmul.launch import FEW_PLAIN_ROWS, Launch, Shape, launch_for, tuned_name, within
 from allotrope.ops.matmul.library import in_library, scaled_product
 from allotrope.ops.matmul.packed_weight import PackedWeight
@@ -69,6 +69,9 @@ def multiply(
         return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if launch.provider == "gluon" and expert_offsets is None and gluon_fp8.supports(weight, rows, launch, bias):
+        gluon_fp8.multiply(x, weight, launch, out)
+        return out
     if launch.provider == "gluon" and expert_offsets is not None and gluon_experts_fp8.supports(weight, gating, bias):
         tiles_of = table_of_tiles(rows, expert_offsets, gluon_experts_fp8.ROWS, tile_tables)
         gluon_experts_fp8.multiply(

@@ -14,7 +14,6 @@ weights become bf16 in registers, which is exact (`triton_fp4`).
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +39,7 @@ from allotrope.ops.matmul.launch import (
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.packed_weight import PackedWeight, multiplies_pairs
 from allotrope.ops.matmul.plain import PLAIN
+from allotrope.ops.matmul.scratch import PARTS, TILES, scratch
 from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_int4 import walk_int4
@@ -312,10 +312,10 @@ def launch_product(
         table = table_of_tiles(rows, expert_offsets, launch.block_m, tile_tables)
     parts, arrivals = None, None
     if launch.split_k > 1:
-        if tiles * blocks > _TILES or tiles * blocks * launch.split_k * launch.block_m * launch.block_n > _PARTS:
+        if tiles * blocks > TILES or tiles * blocks * launch.split_k * launch.block_m * launch.block_n > PARTS:
             launch = replace(launch, split_k=1)
         else:
-            parts, arrivals = _scratch(x.device, on_side_stream(x.device))
+            parts, arrivals = scratch(x.device, on_side_stream(x.device))
     grid = (tiles, blocks) if expert_offsets is None else (blocks, tiles)
     product_kernel[*grid, launch.split_k](
         x,
@@ -381,18 +381,6 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: Chip) -
 
 # Programs up to which each finds its expert by itself; for more, a table that is made first was faster.
 _SEARCHED = 4096
-
-# Numbers and tiles that programs which share inputs have room for.
-_PARTS, _TILES = 1 << 23, 1 << 13
-
-
-@functools.cache
-def _scratch(device: torch.device, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts and arrivals: products follow each other, but for those that run beside others. Of one size for good, for
-    graphs hold on to them.
-    """
-    return torch.empty(_PARTS, device=device), torch.zeros(_TILES, dtype=torch.int32, device=device)
-
 
 _RELEASED: dict[str, Format] = {"plain": PLAIN, "fp32": PLAIN, "fp8": Fp8(128), "mxfp4": MXFP4, "int4": Int4(32)}
 

@@ -1,0 +1,253 @@
+"""One FP8 weight and few rows on Hopper: every multiprocessor reads an equal share of the weight (Stream-K).
+
+    y_i = W x_i for row i; W = value(code) * scale
+
+All rows by BLOCK_N outputs are a tile, and 128 inputs of it a step. The steps of all tiles are one line, cut into as
+many equal runs as there are multiprocessors: whatever the number of tiles, none of these waits for others at the end. A
+program walks along its run. One group of warps fetches, two multiply, each half of a tile's outputs. The sums of a tile
+that lies in several runs are added, in order, by the last of its programs. Memory traffic: codes and scales once, rows
+once per tile (from the L2 cache), and at most two parts of a tile per program. Method: Osama et al., "Stream-K", 2023.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.gluon.ring import ring
+from allotrope.kernels.gluon.versions import barrier, load_tile
+from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
+from allotrope.kernels.registry import Specialization, specializations
+from allotrope.kernels.side_stream import on_side_stream
+from allotrope.kernels.tiles import cdiv
+from allotrope.ops.matmul.launch import Launch
+from allotrope.ops.matmul.packed_weight import PackedWeight
+from allotrope.ops.matmul.scratch import PARTS, TILES, scratch
+from allotrope.ops.matmul.triton_quantize import quantize_rows
+
+_REGISTERS = 240
+# Bytes of shared memory that tiles may take.
+_SHARED = 208 << 10
+
+
+@gluon.jit
+def _fetch(
+    x, values, x_tiles, w_tiles, ready, free, begin, stop, steps, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The fetching group: rows and both halves of a tile's weights, of every step of the run."""
+    for i in range(stop - begin):
+        slot = i % STAGES
+        tile = (begin + i) // steps
+        k = (begin + i - tile * steps) * 128
+        mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(slot), HALVES * x.block_type.nbytes + 2 * values.block_type.nbytes)
+        load_tile(values, [tile * (2 * COLUMNS), k], ready.index(slot), w_tiles.index(2 * slot))
+        load_tile(values, [tile * (2 * COLUMNS) + COLUMNS, k], ready.index(slot), w_tiles.index(2 * slot + 1))
+        for half in gl.static_range(HALVES):
+            load_tile(x, [half * 64, k], ready.index(slot), x_tiles.index(HALVES * slot + half))
+
+
+@gluon.jit
+def _run_of(step, steps_of_all, programs):
+    """The program in whose run a step of all tiles lies: run i begins with step i * `steps_of_all` // `programs`."""
+    return ((step + 1) * programs - 1) // steps_of_all
+
+
+@gluon.jit
+def _store(out, low, high, rows, outputs, column, out_stride, HALVES: gl.constexpr, COLUMNS: gl.constexpr):
+    """`low`: sums of the first 64 rows, `high` of the next if there are two halves."""
+    sums: gl.constexpr = low.type.layout
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, sums)), 1)
+    at = gl.expand_dims(column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
+    to = out + row.to(gl.int64) * out_stride + at
+    gl.store(to, low.to(out.dtype.element_ty), mask=(row < rows) & (at < outputs))
+    if HALVES == 2:
+        there = (row + 64 < rows) & (at < outputs)
+        gl.store(to + 64 * out_stride.to(gl.int64), high.to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def _multiply(
+    x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin, stop, steps, tiles,
+    x_scale_stride, scale_row, out_stride, WHICH: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """One multiplying group: all rows by one half of the outputs of each tile of the run."""
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, sums))
+    # Rows behind the last are scaled as the last, and not written.
+    low_row, high_row = gl.minimum(row, rows - 1), gl.minimum(row + 64, rows - 1)
+    inside = gl.expand_dims(row * COLUMNS, 1)
+    inside += gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    size: gl.constexpr = 64 * COLUMNS
+    # Parts of a program: of the tile that it goes on with, and of the one that it begins and does not end.
+    own = parts + WHICH * (HALVES * size) + inside
+    position, count = begin, begin * 0
+    while position < stop:
+        tile = position // steps
+        first = position - tile * steps
+        last = gl.minimum(steps, first + stop - position)
+        column = tile * (2 * COLUMNS) + WHICH * COLUMNS
+        # The second half of the last tile may not be there; nothing of it is written.
+        tile_scales = scales + gl.minimum(column, outputs - 1) // 128 * scale_row
+        low = gl.zeros([64, COLUMNS], gl.float32, sums)
+        high = gl.zeros([64, COLUMNS], gl.float32, sums)
+        # Overwritten by each product: it has registers of its own that nothing else waits for.
+        part = gl.zeros([64, COLUMNS], gl.float32, sums)
+        step_scales = x_scales + first * x_scale_stride
+        low_scale, w_scale = gl.load(step_scales + low_row), gl.load(tile_scales + first)
+        high_scale = gl.load(step_scales + high_row) if HALVES == 2 else low_scale
+        for i in range(first, last):
+            slot = count % STAGES
+            ahead = gl.minimum(i + 1, last - 1)
+            step_scales = x_scales + ahead * x_scale_stride
+            next_low, next_w = gl.load(step_scales + low_row), gl.load(tile_scales + ahead)
+            next_high = gl.load(step_scales + high_row) if HALVES == 2 else next_low
+            mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
+            w = w_tiles.index(2 * slot + WHICH).permute((1, 0))
+            part = warpgroup_mma(x_tiles.index(HALVES * slot), w, part, use_acc=False)
+            if HALVES == 2:
+                low += part * gl.expand_dims(low_scale * w_scale, 1)
+                part = warpgroup_mma(x_tiles.index(HALVES * slot + 1), w, part, use_acc=False)
+                mbarrier.arrive(free.index(slot), count=1)
+                high += part * gl.expand_dims(high_scale * w_scale, 1)
+            else:
+                mbarrier.arrive(free.index(slot), count=1)
+                low += part * gl.expand_dims(low_scale * w_scale, 1)
+            low_scale, high_scale, w_scale = next_low, next_high, next_w
+            count += 1
+        if last - first == steps:
+            _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
+        else:
+            there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
+            mine = own + (2 * program + (first == 0).to(gl.int32)) * (2 * HALVES * size)
+            gl.store(mine, low, mask=there_low)
+            if HALVES == 2:
+                gl.store(mine + size, high, mask=there_high)
+            # All threads have written before the program says so.
+            barrier()
+            begins = _run_of(tile * steps, tiles * steps, programs)
+            ends = _run_of(tile * steps + steps - 1, tiles * steps, programs)
+            if gl.atomic_add(arrivals + 2 * tile + WHICH, 1, sem="acq_rel") == ends - begins:
+                barrier()
+                theirs = own + (2 * begins + 1) * (2 * HALVES * size)
+                low = gl.load(theirs, mask=there_low, cache_modifier=".cg")
+                if HALVES == 2:
+                    high = gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
+                for other in range(begins + 1, ends + 1):
+                    theirs = own + 2 * other * (2 * HALVES * size)
+                    low += gl.load(theirs, mask=there_low, cache_modifier=".cg")
+                    if HALVES == 2:
+                        high += gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
+                gl.store(arrivals + 2 * tile + WHICH, 0)
+                _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
+        position += last - first
+
+
+@with_pdl
+@gluon.jit(do_not_specialize=["rows", "steps", "tiles", "x_scale_stride"])
+def stream_kernel(
+    x, x_scales, values, scales, out, parts, arrivals, rows, outputs, steps, tiles, x_scale_stride, scale_row,
+    out_stride, HALVES: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`x`: [rows, padded] e4m3, by [64, 128]; at most HALVES * 64 rows. `values`: [outputs, padded], by [COLUMNS, 128].
+    `tiles`: of 2 * COLUMNS outputs, of `steps` steps each. `arrivals`: of both halves of each tile; they end as they
+    begin, 0.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    all_steps = tiles * steps
+    begin = gl.program_id(0) * all_steps // gl.num_programs(0)
+    stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
+    x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [HALVES * STAGES, 64, 128], x.layout)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, COLUMNS, 128], values.layout)
+    ready, free = ring(STAGES, 2)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_multiply, (x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin,
+                         stop, steps, tiles, x_scale_stride, scale_row, out_stride, 0, HALVES, COLUMNS, STAGES)),
+            (_multiply, (x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin,
+                         stop, steps, tiles, x_scale_stride, scale_row, out_stride, 1, HALVES, COLUMNS, STAGES)),
+            (_fetch, (x, values, x_tiles, w_tiles, ready, free, begin, stop, steps, HALVES, COLUMNS, STAGES)),
+        ],
+        [4, 4],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def supports(weight: PackedWeight, rows: int, launch: Launch, bias: torch.Tensor | None) -> bool:
+    """Whether this kernel supports the product on the weight's device."""
+    chip = chip_of(weight.values.device)
+    programs, halves = chip.num_sms, launch.block_m // 64
+    return (
+        weight.format.name == "fp8"
+        and not weight.experts
+        and weight.scale_rows == 128
+        and not weight.row_scales
+        and rows <= launch.block_m
+        and bias is None
+        and chip.has_wgmma
+        and 2 * programs * halves * 64 * launch.block_n <= PARTS
+        and 2 * cdiv(weight.outputs, launch.block_n) <= TILES
+    )
+
+
+def multiply(x: torch.Tensor, weight: PackedWeight, launch: Launch, out: torch.Tensor) -> None:
+    """`out`: [n, outputs], written into. `launch`: `block_m` 64 or 128, `block_n` 128 or 256. Needs `supports`."""
+    values, x_scales = quantize_rows(x)
+    chip = chip_of(x.device)
+    columns, steps, tiles = launch.block_n // 2, weight.padded_inputs // 128, cdiv(weight.outputs, launch.block_n)
+    parts, arrivals = scratch(x.device, on_side_stream(x.device))
+    stream_kernel[(min(chip.num_sms, tiles * steps),)](
+        _descriptor(values, 64), x_scales, _descriptor(weight.values[0], columns), weight.scales, out, parts, arrivals,
+        len(out), weight.outputs, steps, tiles, x_scales.stride(1), weight.scales.stride(1), out.stride(0),
+        HALVES=launch.block_m // 64, COLUMNS=columns, STAGES=_stages(launch.block_m, launch.block_n),
+        REGISTERS=_REGISTERS, num_warps=4,
+    )  # fmt: skip
+
+
+def _stages(block_m: int, block_n: int) -> int:
+    return _SHARED // ((block_m + block_n) * 128)
+
+
+def _descriptor(values: torch.Tensor, rows: int) -> Any:
+    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, 128], _layout(rows))
+
+
+def _layout(rows: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
+
+
+@specializations
+def released(chip: Chip) -> list[Specialization]:
+    """Tiles of each size; nothing but for Hopper."""
+    if not chip.has_wgmma:
+        return []
+    made = []
+    for block_m, block_n in ((64, 128), (64, 256), (128, 128), (128, 256)):
+        columns = block_n // 2
+        signature = {
+            name: f"tensordesc<fp8e4nv[{n},128],{_layout(n)!r}>" for name, n in (("x", 64), ("values", columns))
+        }
+        signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16", "out": "*bf16:16"}
+        signature |= {"parts": "*fp32:16", "arrivals": "*i32:16"}
+        signature |= dict.fromkeys(("rows", "steps", "tiles", "x_scale_stride", "scale_row"), "i32")
+        signature |= {"outputs": "i32:16", "out_stride": "i32:16"}
+        constants = {"HALVES": block_m // 64, "COLUMNS": columns, "STAGES": _stages(block_m, block_n)}
+        constants |= {"REGISTERS": _REGISTERS}
+        # Numbers of a run, read again for each tile.
+        spills = 16 if (block_m, block_n) == (128, 256) else 0
+        name = f"fp8 Stream-K {block_m}x{block_n}"
+        made.append(Specialization(name, stream_kernel, signature, constants, 4, 1, spills))
+    return made
