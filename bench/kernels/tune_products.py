@@ -3,6 +3,7 @@
     python bench/kernels/tune_products.py                        what the models of bench/configs run on 1 and 2 GPUs
     python bench/kernels/tune_products.py MODEL --tensor-parallel-size 4 --missing
     python bench/kernels/tune_products.py --only "512x" --rows 4,64
+    python bench/kernels/tune_products.py --provider gluon       what is chosen already against one provider's
     python bench/kernels/tune_products.py --chosen               only times what is chosen already
 
 Every candidate is held against the reference first. Candidates are compiled by several processes, then timed by one.
@@ -298,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="tokens; experts get topk times as many rows")
     parser.add_argument("--out", type=Path, help="also write what is found to this JSON file")
     parser.add_argument("--chosen", action="store_true", help="time what is chosen already, and choose nothing")
+    parser.add_argument("--provider", help="try launches of this one alone, beside what is chosen already")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
     options = parser.parse_args(arguments)
@@ -308,6 +310,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listed = shapes(options.models, options.tensor_parallel_size, chip)
     wanted = [(shape, topk) for shape, topk in listed if any(w in shape.key + ";" for w in options.only.split(","))]
 
+    def tried(shape: Shape, rows: int) -> list[Launch]:
+        chosen = [launch_for(shape, rows, chip)]
+        if options.chosen:
+            return chosen
+        if options.provider is None:
+            return list(candidates(shape, rows))
+        others = [one for one in candidates(shape, rows) if one.provider == options.provider and one not in chosen]
+        return chosen + others if others else []
+
     def tokens_of(shape: Shape, topk: int) -> list[int]:
         """Numbers of tokens to measure."""
         numbers = [int(word) for word in options.rows.split(",")]
@@ -315,13 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # More rows are PyTorch's.
             numbers = [count for count in numbers if count <= FEW_PLAIN_ROWS]
         known = tuned(chip).get(shape.key, {}) if options.missing else {}
-        return [count for count in numbers if str(bucket(count * topk)) not in known]
+        return [count for count in numbers if str(bucket(count * topk)) not in known and tried(shape, count * topk)]
 
     wanted = [(shape, topk) for shape, topk in wanted if tokens_of(shape, topk)]
-
-    def tried(shape: Shape, rows: int) -> list[Launch]:
-        return [launch_for(shape, rows, chip)] if options.chosen else list(candidates(shape, rows))
-
     jobs = [
         (shape, rows * topk, topk, tried(shape, rows * topk))
         for shape, topk in wanted
