@@ -24,12 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.attention.mha.spec import MhaSpec
 from allotrope.attention.mha.triton_decode import NO_WINDOW
 from allotrope.attention.mha.triton_prefill import Tiles, gather, heads_per_tile
 from allotrope.kernels.chip import Chip
+from allotrope.kernels.gluon.descriptor import descriptor, descriptor_type
 from allotrope.kernels.gluon.opaque_zero import unknown_zero
 from allotrope.kernels.gluon.propagate_nan import higher_of, highest
 from allotrope.kernels.gluon.ring import ring
@@ -328,7 +328,7 @@ def config(chip: Chip, spec: MhaSpec, dtype: torch.dtype) -> Config | None:
     return Config(128, 128 if widest <= 128 else 64, 2, 240)
 
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_TYPES = (torch.bfloat16, torch.float16)
 
 
 def prefill(
@@ -366,9 +366,7 @@ def prefill(
 
 def _descriptor(rows: torch.Tensor, dim: int, block_n: int, block_d: int) -> Any:
     """The scratch as one matrix [G * rows, dim]."""
-    flat = rows.flatten(0, 1)
-    layout = gl.NVMMASharedLayout.get_default_for([block_n, block_d], _TYPES[rows.dtype])
-    return TensorDescriptor(flat, [flat.shape[0], dim], [flat.stride(0), 1], [block_n, block_d], layout)
+    return descriptor(rows.flatten(0, 1)[:, :dim], [block_n, block_d])
 
 
 @specializations
@@ -382,8 +380,7 @@ def released(chip: Chip) -> list[Specialization]:
             return []
         rows = []
         for columns in (dim, dim // how.value_splits):
-            layout = gl.NVMMASharedLayout.get_default_for([how.block_n, columns], gl.bfloat16)
-            rows.append(f"tensordesc<bf16[{how.block_n},{columns}],{layout!r}>")
+            rows.append(descriptor_type(torch.bfloat16, [how.block_n, columns]))
         signature = {"q": "*bf16:16", "k": rows[0], "v": rows[1]}
         signature |= {"records": "*i32", "sinks": "*fp32", "out": "*bf16:16"}
         signature |= dict.fromkeys(("scale", "softcap", "v_scale"), "fp32") | {"window": "i32"}

@@ -44,12 +44,12 @@ class StepTimes:
         """A step of `rows` rows took `seconds`."""
         self.skip()
         kept = _bucket(self._pad(rows))
-        times = self._times.setdefault(kept, deque(maxlen=_KEPT_TIMES))
-        if times and self._step - times[-1][0] > _OLD_STEPS:
-            before = statistics.median(seconds for _, seconds in times)
+        known = self._times.get(kept)
+        if known is not None and self._step - known[-1][0] > _OLD_STEPS:
+            before = statistics.median(seconds for _, seconds in known)
             if not before / _APART <= seconds <= before * _APART:
                 self._forget(kept)
-                times = self._times.setdefault(kept, deque(maxlen=_KEPT_TIMES))
+        times = self._times.setdefault(kept, deque(maxlen=_KEPT_TIMES))
         times.append((self._step, seconds))
         if len(times) >= _MIN_TIMES:
             self._refresh(kept)

@@ -11,8 +11,6 @@ tensor cores, and while one group takes codes apart, they work for the other. Me
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.gluon.descriptor import descriptor, descriptor_type
 from allotrope.kernels.gluon.ring import ring
 from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
@@ -211,7 +209,7 @@ def multiply(
     outputs = out.shape[1]
     grid = (cdiv(outputs, COLUMNS if gating else 2 * COLUMNS), len(table))
     experts_kernel[grid](
-        _descriptor(x, [128, 64]), _descriptor(weight.values.flatten(0, 3), [64, 32]), weight.scales,
+        descriptor(x, [128, 64]), descriptor(weight.values.flatten(0, 3), [64, 32]), weight.scales,
         out if bias is None else bias, expert_offsets, table, out, weight.experts, outputs, *weight.values.shape[1:3],
         weight.scales.stride(0), 0 if bias is None else bias.stride(0), out.stride(0),
         gating.slope if gating else 0.0, (gating.limit if gating else None) or 0.0, gating.offset if gating else 0.0,
@@ -221,14 +219,6 @@ def multiply(
     )  # fmt: skip
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, _layout(block, tensor.dtype))
-
-
-def _layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(block, gl.int16 if dtype == torch.int16 else gl.bfloat16)
-
-
 @specializations
 def released(chip: Chip) -> list[Specialization]:
     """Both products of an expert; nothing but for Hopper."""
@@ -236,8 +226,7 @@ def released(chip: Chip) -> list[Specialization]:
         return []
     made = []
     for gated in (True, False):
-        signature = {"x": f"tensordesc<bf16[128,64],{_layout([128, 64], torch.bfloat16)!r}>"}
-        signature |= {"values": f"tensordesc<i16[64,32],{_layout([64, 32], torch.int16)!r}>"}
+        signature = {"x": descriptor_type(torch.bfloat16, [128, 64]), "values": descriptor_type(torch.int16, [64, 32])}
         signature |= {"scales": "*i32:16", "expert_offsets": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
         signature |= dict.fromkeys(("experts", "tiles", "steps", "scale_expert"), "i32")
         signature |= {"outputs": "i32:16", "out_stride": "i32:16"} | dict.fromkeys(("slope", "limit", "offset"), "fp32")

@@ -10,15 +10,13 @@ traffic: a step fetches 48 KiB for 8.4 million operations. Must not know: where 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.gluon.descriptor import descriptor, descriptor_type
 from allotrope.kernels.gluon.ring import ring
 from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
@@ -166,20 +164,11 @@ def multiply(
     gated = outputs < weight.outputs
     grid = (cdiv(outputs, COLUMNS if gated else 2 * COLUMNS), len(table))
     experts_kernel[grid](
-        _descriptor(values, 64), x_scales, _descriptor(weight.values.flatten(0, 1), 128), weight.scales, expert_offsets,
-        table,
-        out, weight.experts, outputs, weight.padded_inputs // 128, x_scales.stride(1), *weight.scales.stride()[:2],
-        out.stride(0),
+        descriptor(values, [64, 128]), x_scales, descriptor(weight.values.flatten(0, 1), [128, 128]), weight.scales,
+        expert_offsets, table, out, weight.experts, outputs, weight.padded_inputs // 128, x_scales.stride(1),
+        *weight.scales.stride()[:2], out.stride(0),
         GATED=gated, STAGES=_STAGES, REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
-
-
-def _descriptor(values: torch.Tensor, rows: int) -> Any:
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, 128], _layout(rows))
-
-
-def _layout(rows: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
 
 
 @specializations
@@ -189,7 +178,8 @@ def released(chip: Chip) -> list[Specialization]:
         return []
     made = []
     for gated in (True, False):
-        signature = {name: f"tensordesc<fp8e4nv[{n},128],{_layout(n)!r}>" for name, n in (("x", 64), ("values", 128))}
+        blocks = {"x": [64, 128], "values": [128, 128]}
+        signature = {name: descriptor_type(torch.float8_e4m3fn, block) for name, block in blocks.items()}
         signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16"}
         signature |= {"expert_offsets": "*i32:16", "table": "*i32:16", "out": "*bf16:16"}
         signature |= dict.fromkeys(("experts", "steps", "x_scale_stride", "scale_expert", "scale_row"), "i32")

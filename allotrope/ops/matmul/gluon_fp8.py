@@ -12,15 +12,13 @@ once per tile (from the L2 cache), and at most two parts of a tile per program. 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from allotrope.kernels.chip import Chip, chip_of
+from allotrope.kernels.gluon.descriptor import descriptor, descriptor_type
 from allotrope.kernels.gluon.ring import ring
 from allotrope.kernels.gluon.versions import barrier, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
@@ -75,6 +73,39 @@ def _store(out, low, high, rows, outputs, column, out_stride, HALVES: gl.constex
 
 
 @gluon.jit
+def _add_parts(
+    out, low, high, own, arrivals, row, rows, outputs, column, out_stride, tile, first, steps, tiles,
+    WHICH: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Store this program's sums of a tile, from step `first` of it. The last of the tile's programs adds those of all.
+    `own`: of this half of the outputs, in the first part of program 0."""
+    size: gl.constexpr = 64 * COLUMNS
+    there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
+    mine = own + (2 * gl.program_id(0) + (first == 0).to(gl.int32)) * (2 * HALVES * size)
+    gl.store(mine, low, mask=there_low)
+    if HALVES == 2:
+        gl.store(mine + size, high, mask=there_high)
+    # All threads have written before the program says so.
+    barrier()
+    programs = gl.num_programs(0)
+    begins = _run_of(tile * steps, tiles * steps, programs)
+    ends = _run_of(tile * steps + steps - 1, tiles * steps, programs)
+    if gl.atomic_add(arrivals + 2 * tile + WHICH, 1, sem="acq_rel") == ends - begins:
+        barrier()
+        theirs = own + (2 * begins + 1) * (2 * HALVES * size)
+        low = gl.load(theirs, mask=there_low, cache_modifier=".cg")
+        if HALVES == 2:
+            high = gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
+        for other in range(begins + 1, ends + 1):
+            theirs = own + 2 * other * (2 * HALVES * size)
+            low += gl.load(theirs, mask=there_low, cache_modifier=".cg")
+            if HALVES == 2:
+                high += gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
+        gl.store(arrivals + 2 * tile + WHICH, 0)
+        _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
+
+
+@gluon.jit
 def _multiply(
     x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin, stop, steps, tiles,
     x_scale_stride, scale_row, out_stride, WHICH: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
@@ -87,10 +118,8 @@ def _multiply(
     low_row, high_row = gl.minimum(row, rows - 1), gl.minimum(row + 64, rows - 1)
     inside = gl.expand_dims(row * COLUMNS, 1)
     inside += gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    size: gl.constexpr = 64 * COLUMNS
     # Parts of a program: of the tile that it goes on with, and of the one that it begins and does not end.
-    own = parts + WHICH * (HALVES * size) + inside
+    own = parts + WHICH * (HALVES * 64 * COLUMNS) + inside
     position, count = begin, begin * 0
     while position < stop:
         tile = position // steps
@@ -128,28 +157,10 @@ def _multiply(
         if last - first == steps:
             _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
         else:
-            there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
-            mine = own + (2 * program + (first == 0).to(gl.int32)) * (2 * HALVES * size)
-            gl.store(mine, low, mask=there_low)
-            if HALVES == 2:
-                gl.store(mine + size, high, mask=there_high)
-            # All threads have written before the program says so.
-            barrier()
-            begins = _run_of(tile * steps, tiles * steps, programs)
-            ends = _run_of(tile * steps + steps - 1, tiles * steps, programs)
-            if gl.atomic_add(arrivals + 2 * tile + WHICH, 1, sem="acq_rel") == ends - begins:
-                barrier()
-                theirs = own + (2 * begins + 1) * (2 * HALVES * size)
-                low = gl.load(theirs, mask=there_low, cache_modifier=".cg")
-                if HALVES == 2:
-                    high = gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
-                for other in range(begins + 1, ends + 1):
-                    theirs = own + 2 * other * (2 * HALVES * size)
-                    low += gl.load(theirs, mask=there_low, cache_modifier=".cg")
-                    if HALVES == 2:
-                        high += gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
-                gl.store(arrivals + 2 * tile + WHICH, 0)
-                _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
+            _add_parts(
+                out, low, high, own, arrivals, row, rows, outputs, column, out_stride, tile, first, steps, tiles, WHICH,
+                HALVES, COLUMNS,
+            )  # fmt: skip
         position += last - first
 
 
@@ -210,23 +221,15 @@ def multiply(x: torch.Tensor, weight: PackedWeight, launch: Launch, out: torch.T
     columns, steps, tiles = launch.block_n // 2, weight.padded_inputs // 128, cdiv(weight.outputs, launch.block_n)
     parts, arrivals = scratch(x.device, on_side_stream(x.device))
     stream_kernel[(min(chip.num_sms, tiles * steps),)](
-        _descriptor(values, 64), x_scales, _descriptor(weight.values[0], columns), weight.scales, out, parts, arrivals,
-        len(out), weight.outputs, steps, tiles, x_scales.stride(1), weight.scales.stride(1), out.stride(0),
-        HALVES=launch.block_m // 64, COLUMNS=columns, STAGES=_stages(launch.block_m, launch.block_n),
-        REGISTERS=_REGISTERS, num_warps=4,
+        descriptor(values, [64, 128]), x_scales, descriptor(weight.values[0], [columns, 128]), weight.scales, out,
+        parts, arrivals, len(out), weight.outputs, steps, tiles, x_scales.stride(1), weight.scales.stride(1),
+        out.stride(0), HALVES=launch.block_m // 64, COLUMNS=columns,
+        STAGES=_stages(launch.block_m, launch.block_n), REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
 def _stages(block_m: int, block_n: int) -> int:
     return _SHARED // ((block_m + block_n) * 128)
-
-
-def _descriptor(values: torch.Tensor, rows: int) -> Any:
-    return TensorDescriptor(values, list(values.shape), list(values.stride()), [rows, 128], _layout(rows))
-
-
-def _layout(rows: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
 
 
 @specializations
@@ -237,9 +240,8 @@ def released(chip: Chip) -> list[Specialization]:
     made = []
     for block_m, block_n in ((64, 128), (64, 256), (128, 128), (128, 256)):
         columns = block_n // 2
-        signature = {
-            name: f"tensordesc<fp8e4nv[{n},128],{_layout(n)!r}>" for name, n in (("x", 64), ("values", columns))
-        }
+        blocks = {"x": [64, 128], "values": [columns, 128]}
+        signature = {name: descriptor_type(torch.float8_e4m3fn, block) for name, block in blocks.items()}
         signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16", "out": "*bf16:16"}
         signature |= {"parts": "*fp32:16", "arrivals": "*i32:16"}
         signature |= dict.fromkeys(("rows", "steps", "tiles", "x_scale_stride", "scale_row"), "i32")
