@@ -63,7 +63,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "enable_int8_mamba_checkpoint": True,
         "quantization_param_path": "scales.json",
     }
-    asked = ask(write("LlamaForCausalLM", tmp_path), [FIRST], **options, **unseen)
+    asked = ask(write("LlamaForCausalLM", tmp_path), [FIRST], fork=True, **options, **unseen)
     assert asked.code != 0
     for reason in ("offloading weights is not supported", "two batches at once", "releasing weights without", *unread):
         assert reason in asked.log
@@ -80,13 +80,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit(architecture: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    asked = ask(write(architecture, tmp_path), [FIRST], **options)
+    asked = ask(write(architecture, tmp_path), [FIRST], fork=True, **options)
     assert asked.code != 0 and reason in asked.log, asked.log[-2000:]
 
 
 def test_overrides_of_a_text_model_inside(tmp_path: Path) -> None:
     path, inside = write("Qwen3_5ForConditionalGeneration", tmp_path), {"text_config": {"rms_norm_eps": 0.5}}
-    asked = ask(path, [FIRST], page_size=None, json_model_override_args=json.dumps(inside))
+    asked = ask(path, [FIRST], fork=True, page_size=None, json_model_override_args=json.dumps(inside))
     assert_ours(asked)
     want = ours(path, FIRST, hf_overrides=inside)
     assert_equal(asked.answers[0], want)
