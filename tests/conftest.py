@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import interpreter_loops  # noqa: F401
     import interpreter_rounding  # noqa: F401
+    import interpreter_speed  # noqa: F401
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings

@@ -156,6 +156,7 @@ def _calls(rank: int, layout: Layout, buffers: list[torch.Tensor]) -> None:
     # Where faults of Triton's interpreter are mended.
     import interpreter_loops  # noqa: F401
     import interpreter_rounding  # noqa: F401
+    import interpreter_speed  # noqa: F401
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
