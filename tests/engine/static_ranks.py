@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from allotrope.engine.ranks import worker_process
+
 ROOT = Path(__file__).parent.parent.parent
 
 # Python imports a module of this name at the start of each process that finds it on its path.
@@ -39,7 +41,8 @@ sys.meta_path.insert(0, Finder())
 
 
 def start_static_ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes that are started from now on be such workers. `directory`: to write into."""
+    """Let processes be started for the test, and be such workers. `directory`: to write into."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(_INJECT)
+    monkeypatch.setattr(worker_process, "_kept", None)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (directory, ROOT / "tests", ROOT))))

@@ -31,6 +31,8 @@ from allotrope.request import Request, SamplingParams, SequenceOutput
 from allotrope.verify.options import VerifyOptions
 from allotrope.verify.run import verify
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {"tensor_parallel_size": 1, "data_parallel_size": 2},
     "DP2xEP2": {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True},

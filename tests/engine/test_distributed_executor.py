@@ -26,6 +26,8 @@ from allotrope.errors import ConfigError, EngineDead, ModelError
 from allotrope.request import SamplingParams
 from allotrope.verify.random_checkpoint import write_random
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 # One of each family here, all others when slow; wrappers have the decoder of what they wrap.
 QUICK = (
     "LlamaForCausalLM",

@@ -25,6 +25,8 @@ from allotrope.engine.planning.step_cost import ModelCost
 from allotrope.errors import AllotropeError
 from allotrope.request import Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 TRAINED = Path(__file__).parents[2] / "train" / "models"
 READ = {"load_format": "auto", "max_model_len": 512}
 

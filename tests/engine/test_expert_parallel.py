@@ -21,6 +21,8 @@ from allotrope.layers.parallel import Parallel
 from allotrope.rank_layout import RankLayout
 from allotrope.verify.random_checkpoint import write_random
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 QUICK = ("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM")
 
 

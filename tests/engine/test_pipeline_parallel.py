@@ -34,6 +34,8 @@ from allotrope.loading.kv_scales import WithoutKvScales
 from allotrope.request import Grammar, Request, SamplingParams, SequenceOutput
 from allotrope.verify.random_checkpoint import write_random
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 # One of each family, and one with layers that read the caches of others and inputs of their own.
 FAMILIES = (
     "LlamaForCausalLM",

@@ -34,6 +34,8 @@ from allotrope.engine.inputs import StepPlan
 from allotrope.request import Request, SamplingParams, SequenceOutput
 from allotrope.verify.execution_modes import tight_settings
 
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
 # What a draft model makes, of whatever kind.
 HEADS = ("mtp", "mtp-some", "eagle3", "eagle3-some", "draft_model", "draft_model-some")
 ALONE = ("mtp", "eagle3", "draft_model")
