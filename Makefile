@@ -29,10 +29,13 @@ PYTEST_VLLM := OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/plugins
 PYTEST_SGLANG := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest tests/plugins/test_*_sglang.py \
 	tests/plugins/test_serve.py -p no:logging -n $(WORKERS) --dist worksteal --max-worker-restart=0
 
-.PHONY: demo test test-all test-clients test-vllm test-vllm-all test-sglang test-sglang-all lint clean
+.PHONY: demo environments test test-all test-clients test-vllm test-vllm-all test-sglang test-sglang-all lint clean
 
 demo: $(VENV)/run.stamp
 	@model="$$($(FETCH))" && $(BIN)/python examples/demo.py "$$model"
+
+# What all tests need. With `-j`, side by side: pip works on one core.
+environments: $(VENV)/dev.stamp $(VLLM_VENV)/run.stamp $(SGLANG_VENV)/run.stamp
 
 # Without the model, tests that need it say so and are skipped.
 test: $(VENV)/dev.stamp

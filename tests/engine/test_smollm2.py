@@ -21,7 +21,7 @@ from allotrope.text.tokenizer import load_tokenizer
 # Transformers takes most of the time, to unpack the file and to generate.
 pytestmark = pytest.mark.timeout(900)
 
-LENGTH = 64
+LENGTH = 32
 TEXTS = {
     "capital": "What is the capital of France?",
     "haiku": "Write a haiku about the sea.",
