@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from allotrope.engine.ranks.worker_process import keep_worker_processes
 from allotrope.kernels.backend import best_backend
 from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 
@@ -51,6 +52,13 @@ def own_choices() -> Iterator[None]:
     best_backend.cache_clear()
     yield
     best_backend.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def kept_workers() -> Iterator[None]:
+    """Engines of a module take over each other's worker processes: a new one imports for seconds."""
+    with keep_worker_processes():
+        yield
 
 
 @pytest.fixture(scope="session")

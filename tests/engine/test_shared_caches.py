@@ -22,7 +22,7 @@ from allotrope.engine.engine import Engine
 from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.engine.load_plan import resolve_load_plan
 from allotrope.engine.sequence import Sequence
-from allotrope.request import SamplingParams
+from allotrope.request import Request, SamplingParams
 
 NAMES = ["Gemma3ForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "GptOssForCausalLM"]
 CONTEXT, STEP = 160, 48
@@ -61,18 +61,16 @@ def tight(directory: Path, factor: float, **options: Any) -> Engine:
     return engine(directory, kv_cache_memory_bytes=int(factor * needed), scheduler_reserve_full_isl=False, **settings)
 
 
-@pytest.fixture(params=NAMES)
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module", params=NAMES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = find_architecture({"architectures": [request.param]}, "").tiny()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    path = tmp_path_factory.mktemp(request.param)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0])
-def test_units_move_and_tokens_stay(
-    directory: Path, factor: float, caching: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
     chance = random.Random(3)
     beginnings = prompts((48, 96), seed=4)
     asked = []
@@ -80,8 +78,25 @@ def test_units_move_and_tokens_stay(
         prompt = (chance.choice(beginnings) + tokens)[: CONTEXT - 40] if number % 3 else tokens
         params = SamplingParams(temperature=0.0, max_tokens=chance.randint(1, 40), ignore_eos=True)
         asked.append(request(f"r{number}", prompt, params))
-    roomy = tight(directory, 40.0, max_num_seqs=1, enable_prefix_caching=False)
-    alone = run(roomy, asked)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path, asked: list[Request]) -> dict[str, list[int]]:
+    """The tokens of each request where there is no other."""
+    return run(tight(directory, 40.0, max_num_seqs=1, enable_prefix_caching=False), asked)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0])
+def test_units_move_and_tokens_stay(
+    directory: Path,
+    asked: list[Request],
+    alone: dict[str, list[int]],
+    factor: float,
+    caching: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     moves = Moves(monkeypatch)
     running = tight(directory, factor, enable_prefix_caching=caching)
     assert running.memory.shared is not None

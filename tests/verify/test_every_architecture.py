@@ -21,6 +21,7 @@ def test_random_weights_pass(name: str) -> None:
     assert all(layer.selections in ("", "same", "same, some unseen", "unseen") for layer in report.layers.layers)
 
 
+@pytest.mark.usefixtures("kept_workers")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
