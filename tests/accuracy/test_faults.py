@@ -18,7 +18,9 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from allotrope.commands.app import build_app
 from allotrope.eval.tasks import make, task_rng
 
 ROOT = Path(__file__).parents[2]
@@ -27,18 +29,41 @@ MODELS = ROOT / "train" / "models"
 
 
 @dataclass(frozen=True)
+class Text:
+    """`chunks` times `length` bytes: solved lines of `task`, or "letters", random ones of which each half is repeated.
+    Their bits vary less than those of prose."""
+
+    task: str
+    chunks: int
+    length: int
+
+    def __str__(self) -> str:
+        if self.task != "letters":
+            return "".join(_lines(self.task, index, self.length) for index in range(self.chunks))
+        rng, count = random.Random("repeat"), self.length // 2 - 1
+        return "".join(2 * ("".join(rng.choices(ascii_lowercase, k=count)) + "\n") for _ in range(self.chunks))
+
+
+def _lines(task: str, index: int, length: int) -> str:
+    """Solved lines of exactly `length` bytes."""
+    for size in range(length - 2, 0, -1):
+        example = make(task, task_rng("eval", task, index, seed=7), size)
+        if len(example.text) == length:
+            return example.text.decode()
+    raise AssertionError(f"no example of {task} has {length} bytes")
+
+
+@dataclass(frozen=True)
 class Fault:
-    """`name`: of the patch. `items`: options that say what is asked. `text`: a text of lines of this task, or of
-    random letters, whose bits vary less than those of prose. `cell`: options that say how. `red`: figures of which each
-    must be outside. `green`: modes and figures that stay inside with the fault.
+    """`name`: of the patch. `asked`: a text, or options that say what is asked. `cell`: options that say how. `red`:
+    figures of which each must be outside. `green`: modes and figures that stay inside with the fault.
     """
 
     name: str
     model: str
-    items: tuple[str, ...]
+    asked: Text | tuple[str, ...]
     red: tuple[str, ...]
     mode: str = "cold"
-    text: str = ""
     cell: tuple[str, ...] = ()
     green: tuple[tuple[str, str], ...] = ()
 
@@ -60,14 +85,11 @@ DRAFTS = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3
 RESIDUES = tuple(f"recall, tokens = {residue} mod 4" for residue in range(4))
 
 
-def _text(items: int, length: int = 0) -> tuple[str, ...]:
-    return ("--tasks", "text", "--items", str(items), *(("--text-length", str(length)) if length else ()))
-
 
 FAULTS = (
-    Fault("compressed_rope_position", "deepseek_v4", _text(64, 1024), ("text",), text="copy"),
-    Fault("window_off_by_one", "llama_window", _text(16), ("text",), text="arithmetic", cell=REFERENCE),
-    Fault("sink_dropped", "gpt_oss", _text(24, 128), ("text",), text="letters"),
+    Fault("compressed_rope_position", "deepseek_v4", Text("letters", 12, 512), ("text",)),
+    Fault("window_off_by_one", "llama_window", Text("arithmetic", 12, 512), ("text",), cell=REFERENCE),
+    Fault("sink_dropped", "gpt_oss", Text("letters", 24, 512), ("text",)),
     Fault(
         "length_3_mod_4",
         "qwen3_moe",
@@ -76,7 +98,7 @@ FAULTS = (
         cell=REFERENCE,
         green=tuple(("cold", name) for name in RESIDUES[:3]),
     ),
-    Fault("swapped_b_a", "qwen3_next", _text(40), ("text",)),
+    Fault("swapped_b_a", "qwen3_next", Text("copy", 12, 256), ("text",)),
     Fault(
         "stale_state_after_preemption",
         "qwen3_next",
@@ -87,19 +109,18 @@ FAULTS = (
     Fault(
         "indexer_without_scale",
         "deepseek_v32",
-        ("--tasks", "recall", "--items", "10", "--lengths", "1024"),
+        ("--tasks", "recall", "--items", "6", "--lengths", "1024"),
         ("recall",),
     ),
     Fault(
         "topk_ties_by_rank",
         "qwen3_moe",
-        _text(64, 256),
+        Text("arithmetic", 24, 1024),
         ("text",),
         mode="two-ranks",
-        text="arithmetic",
         green=(("cold", "text"),),
     ),
-    Fault("fp8_scale_of_wrong_block", "deepseek_v3", _text(24), ("text",)),
+    Fault("fp8_scale_of_wrong_block", "deepseek_v3", Text("letters", 12, 128), ("text",)),
     Fault(
         "recycled_target_hidden",
         "qwen3_next",
@@ -120,13 +141,18 @@ def _model(name: str) -> Path:
 
 
 def evaluate(package: Path, model: Path, out: Path, *options: str) -> dict[str, Any]:
-    """The report of `allotrope eval` by the package in the folder `package`."""
-    command = [sys.executable, "-m", "allotrope", "eval", str(model), "--threads", "1", "--dtype", "float32"]
-    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options, "--json", str(out)], cwd=package, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode in (0, 1), f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    """The report of `allotrope eval` by the package in the folder `package`, in a process of its own unless it is the
+    one that is imported here."""
+    arguments = ["eval", str(model), "--threads", "1", "--dtype", "float32", *options, "--json", str(out)]
+    if package == ROOT:
+        result = CliRunner().invoke(build_app(), arguments)
+        code, output = result.exit_code, result.output
+    else:
+        environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "allotrope", *arguments]
+        done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True)
+        code, output = done.returncode, done.stdout + done.stderr
+    assert code in (0, 1) and out.exists(), f"allotrope {' '.join(arguments)} ended with {code}:\n{output}"
     report: dict[str, Any] = json.loads(out.read_text())
     assert not report["skipped"], report["skipped"]
     return report
@@ -153,34 +179,18 @@ class Bench:
 
     def items(self, fault: Fault) -> tuple[str, ...]:
         """Options that say what is asked."""
-        return (*fault.items, "--text", str(self._text(fault.text))) if fault.text else fault.items
+        if not isinstance(fault.asked, Text):
+            return fault.asked
+        path = self.folder / f"{fault.name}.txt"
+        path.write_text(str(fault.asked))
+        sizes = ("--items", str(fault.asked.chunks), "--text-length", str(fault.asked.length))
+        return ("--tasks", "text", *sizes, "--text", str(path))
 
     def _once(self, model: str, options: tuple[str, ...]) -> dict[str, Any]:
         if (key := (model, *options)) not in self._reports:
             out = self.folder / f"{len(self._reports)}.json"
             self._reports[key] = evaluate(ROOT, _model(model), out, *options) | {"file": str(out)}
         return self._reports[key]
-
-    def _text(self, task: str) -> Path:
-        """64 chunks: of 1024 bytes of solved lines of `task`, or of 128 random letters of which half are repeated."""
-        path = self.folder / f"{task}.txt"
-        if not path.exists():
-            path.write_text(_letters() if task == "letters" else "".join(_chunk(task, index) for index in range(64)))
-        return path
-
-
-def _letters() -> str:
-    rng = random.Random("repeat")
-    return "".join(2 * ("".join(rng.choices(ascii_lowercase, k=63)) + "\n") for _ in range(64))
-
-
-def _chunk(task: str, index: int, length: int = 1024) -> str:
-    """Solved lines of exactly `length` bytes."""
-    for size in range(length - 2, 0, -1):
-        example = make(task, task_rng("eval", task, index, seed=7), size)
-        if len(example.text) == length:
-            return example.text.decode()
-    raise AssertionError(f"no example of {task} has {length} bytes")
 
 
 @pytest.fixture(scope="module")
