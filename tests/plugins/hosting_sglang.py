@@ -143,7 +143,8 @@ def _run_forked(given: dict[str, Any], folder: Path, env: dict[str, str], limit:
 @functools.cache
 def _fork_server() -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    server = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=os.environ | ENVIRONMENT, text=True)
+    command, env = [sys.executable, __file__], os.environ | ENVIRONMENT
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, text=True)
     atexit.register(server.kill)
     return server
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forks
 
 from allotrope.architectures.registry import ARCHITECTURES
 from allotrope.attention.registry import FAMILIES
@@ -72,9 +73,16 @@ def host(
 
 
 def run(path: Path | None, code: str = CALL, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`code` in a process that has imported nothing but torch."""
     paths = [str(PLUGIN.parent.parent.parent), *([str(path)] if path else [])]
-    code = f"import sys; sys.path[:0] = {paths[::-1]!r}\n{code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    ended = _forks().run(f"import sys; sys.path[:0] = {paths[::-1]!r}\n{code}", environment, 100)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+@functools.cache
+def _forks() -> Forks:
+    return Forks(["torch"], {})
 
 
 def lines(ended: subprocess.CompletedProcess[str]) -> list[str]:
