@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -14,13 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plugins.conftest import ENVIRONMENT
+from forks import Forks
+from plugins.conftest import ENVIRONMENT, MODULES
 
 from allotrope import LLM, SamplingParams
 from allotrope.attention.cache_layout import CacheLayout, PagedRows, StateSlots, WindowRows, row_bytes
 
 # Logits of Transformers, our engine and vLLM differ by rounding alone; the same bound as for the engine's own tests.
 ATOL = 5e-4
+# Of vLLM's caches: it clears all of it for each engine.
+CACHE_BYTES = 1 << 26
+# Seconds of a process of its own.
+LIMIT = 580
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Hosted:
             "max_model_len": 256,
             "max_num_seqs": 8,
             "disable_log_stats": False,
+            "kv_cache_memory_bytes": CACHE_BYTES,
         }
         self.llm = LLM(str(path), **(plain | options))
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -204,11 +211,15 @@ class Apart:
     models: list[list[Any]]
 
 
-def answers_apart(architecture: str, path: Path, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Apart:
-    """`count` greedy tokens after each prompt, in fp32 with `options`. An empty `path` gets random weights first."""
+def answers_apart(
+    architecture: str, path: Path, prompts: Sequence[Sequence[int]], count: int, fork: bool = False, **options: Any
+) -> Apart:
+    """`count` greedy tokens after each prompt, in fp32 with `options`. An empty `path` gets random weights first.
+    `fork`: as for `run_apart`."""
+    options = {"kv_cache_memory_bytes": CACHE_BYTES} | options
     named = {"architecture": architecture, "path": str(path), "options": options}
     given = json.dumps(named | {"prompts": [list(prompt) for prompt in prompts], "count": count})
-    done = run_apart(_APART.format(given=given), _APART_ENVIRONMENT)
+    done = run_apart(_APART.format(given=given), _APART_ENVIRONMENT, fork)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), None)
     assert line is not None, done.stderr[-3000:]
     return Apart(**json.loads(line.removeprefix("FOUND")))
@@ -235,8 +246,23 @@ def assert_answers_as_engine(found: Apart, path: Path, prompts: Sequence[Sequenc
         torch.testing.assert_close(torch.tensor(got), want, atol=ATOL, rtol=0.0)
 
 
-def run_apart(code: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, with vLLM's test environment."""
+def run_apart(
+    code: str, environment: dict[str, str] | None = None, fork: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with vLLM's test environment. `fork`: of one that has imported vLLM,
+    which logs from INFO on."""
+    given = environment or {}
+    if fork:
+        return _forks().run(code, given, LIMIT)
+    env = _environment() | given
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=LIMIT)
+
+
+def _environment() -> dict[str, str]:
     paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | ENVIRONMENT | {"PYTHONPATH": paths} | (environment or {})
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=580)
+    return os.environ | ENVIRONMENT | {"PYTHONPATH": paths}
+
+
+@functools.cache
+def _forks() -> Forks:
+    return Forks(MODULES, _environment() | {"VLLM_LOGGING_LEVEL": "INFO"})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bench_scripts import load_script
 from eval.eval_fixtures import add_byte_tokenizer
+from plugins.hosting import CACHE_BYTES
 from tiny_checkpoints import TinyCheckpoint, write_tiny
 
 from allotrope.architectures.llama import tiny_mistral
@@ -67,6 +68,7 @@ def asked(in_vllm: None, tokenizer: Tokenizer, items: Items) -> Iterator[Any]:
             "enforce_eager": True,
             "max_num_seqs": 8,
             "disable_log_stats": False,
+            "kv_cache_memory_bytes": CACHE_BYTES,
             "logits_processors": [FORCED_TOKENS],
         }
         given = str(directory), plain | SETTINGS[mode][-1] | options, tokenizer, items.longest

@@ -123,7 +123,7 @@ def test_latent_and_compressed_rows(tmp_path: Path) -> None:
     compressed = {"architecture": "DeepseekV4ForCausalLM", "config": {"head_dim": 80}}
     scaled, plain = {"named": "fp8_ds_mla", "ours": "fp8_ds_mla"}, {"named": "fp8", "ours": "fp8"}
     cases = [sparse | scaled, compressed | scaled, sparse | plain, compressed | plain]
-    ended = run_apart(LATENT.format(cases=cases, path=str(tmp_path)), {"VLLM_LOGGING_LEVEL": "INFO"})
+    ended = run_apart(LATENT.format(cases=cases, path=str(tmp_path)), fork=True)
     text = ended.stdout + ended.stderr
     assert ended.stdout.count("AS OURS") == len(cases), text[-4000:]
     for line in ("FP8 rows carry factors of their own", "scale 1, as the checkpoint brings none"):

@@ -28,7 +28,8 @@ ALL_PROCESSES = """
 import json
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM({path!r}, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=256)
+    options = dict(skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=1 << 26)
+    llm = LLM({path!r}, dtype="float32", **options)
     wanted = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
     found = llm.generate([{{"prompt_token_ids": ids}} for ids in {asked!r}], wanted, use_tqdm=False)
     names = llm.collective_rpc(lambda worker: type(worker.model_runner.model).__module__)
@@ -52,9 +53,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     return write_tiny(tiny_llama() | {"head_dim": 32}, tmp_path_factory.mktemp("llama"))
 
 
-def answered(code: str, **environment: str) -> tuple[str, list[list[int]], str]:
+def answered(code: str, fork: bool = False, **environment: str) -> tuple[str, list[list[int]], str]:
     """Module of the model's class, the answers, and what was said."""
-    ended = run_apart(code, {"VLLM_LOGGING_LEVEL": "WARNING", **environment})
+    ended = run_apart(code, {"VLLM_LOGGING_LEVEL": "WARNING", **environment}, fork)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, ended.stderr[-4000:]
     module, found = json.loads(lines[0].removeprefix("FOUND "))
@@ -75,7 +76,7 @@ def code(tiny: TinyCheckpoint, before: str = "", options: str = "") -> str:
     ids=["switched off", "unknown version", "removed symbol"],
 )
 def test_stock_vllm_goes_on(tiny: TinyCheckpoint, before: str, environment: dict[str, str], said: str) -> None:
-    module, found, text = answered(code(tiny, before), **environment)
+    module, found, text = answered(code(tiny, before), fork=True, **environment)
     assert module == "vllm.model_executor.models.llama"
     assert found == [tiny.greedy(ids, 4) for ids in ASKED]
     assert text.count("allotrope: plugin off") == bool(said) and said in text
@@ -84,7 +85,8 @@ def test_stock_vllm_goes_on(tiny: TinyCheckpoint, before: str, environment: dict
 def test_in_all_processes(tiny: TinyCheckpoint) -> None:
     """vLLM's default on a CPU: the engine and its worker are processes of their own."""
     text = ALL_PROCESSES.format(path=str(tiny.directory), asked=ASKED)
-    serial = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_INSECURE_SERIALIZATION")
+    serial = dict.fromkeys(names, "1") | {"TORCHDYNAMO_DISABLE": "0"}
     module, found, _ = answered(text, **serial)
     assert module == "allotrope.plugins.vllm.model"
     assert found == [tiny.greedy(ids, 4) for ids in ASKED]
@@ -228,13 +230,14 @@ def test_operators_are_split_points() -> None:
     assert [part.is_splitting_graph for part in parts] == [False, True, False]
 
 
-def test_a_compiler_cuts_a_layer_at_its_operator() -> None:
+def test_a_compiler_cuts_a_layer_at_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each family: the layer is traced whole, and what was cut answers as it does uncompiled."""
     from plugins.operators import calls
     from vllm.compilation.backends import split_graph
 
     from allotrope.plugins.vllm.ops import SPLIT_POINTS
 
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     for call in calls():
         layer, pieces = call.layer, []
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from plugins import hosting_sglang
 from plugins.conftest import ENVIRONMENT
-from plugins.hosting import ATOL
+from plugins.hosting import ATOL, CACHE_BYTES
 from server.tiny_model import write_tiny_model
 from tiny_checkpoints import TinyCheckpoint, write_tiny
 
@@ -40,8 +40,11 @@ class Server:
 SERVERS = {
     # What `vllm serve` runs; that command itself asks for a package named vllm, which the CPU build does not have.
     "vllm": Server(
-        ("-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "256", "--model"),
-        ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+        (
+            *("-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "256"),
+            *("--kv-cache-memory-bytes", str(CACHE_BYTES), "--model"),
+        ),
+        ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", "TORCHDYNAMO_DISABLE": "0"},
         "allotrope: pages of ",
     ),
     "sglang": Server(
