@@ -63,7 +63,10 @@ def _serve(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     forking = multiprocessing.get_context("fork")
+    multiprocessing.set_start_method("fork")
+    # Whatever the code asks for.
     multiprocessing.get_context = lambda method=None: forking  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda method, force=False: None
     for line in sys.stdin:
         code, folder, environment = json.loads(line)
         pid = os.fork()
@@ -82,6 +85,8 @@ def _run(code: str, folder: Path, environment: dict[str, str]) -> NoReturn:
     try:
         exec(code, {"__name__": "__main__"})
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

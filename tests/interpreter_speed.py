@@ -64,7 +64,12 @@ if importlib.util.find_spec("triton") is not None:
         return _broadcast(lhs, rhs)
 
     def _binary_op_type_checking_impl(
-        lhs: Any, rhs: Any, lhs_ptr: bool = False, rhs_ptr: bool = False, arithmetic: bool = True, division: bool = False
+        lhs: Any,
+        rhs: Any,
+        lhs_ptr: bool = False,
+        rhs_ptr: bool = False,
+        arithmetic: bool = True,
+        division: bool = False,
     ) -> Any:
         if not division and type(lhs) is core.tensor is type(rhs) and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
             return _broadcast_impl_value(lhs, rhs)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
@@ -18,56 +16,26 @@ COMMANDS = sorted(
 )
 
 
-# Runs commands one by one, each in a process that has imported torch already, and writes what came of them.
-RUN_ALL = """
-import json, os, runpy, sys, tempfile, traceback
-import torch
-
-def run(command):
-    sys.argv, sys.path[0] = [command, "--help"], os.path.dirname(command)
-    try:
-        runpy.run_path(command, run_name="__main__")
-    except SystemExit as end:
-        return end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-found = {}
-for command in sys.argv[1:]:
-    with tempfile.TemporaryFile("w+") as said:
-        if not (child := os.fork()):
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            code = run(command)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said.seek(0)
-        found[command] = code, said.read()
-print(json.dumps(found))
+# As where Python is given a command's path.
+CODE = """
+import os, runpy, sys
+os.chdir({folder!r})
+sys.argv, sys.path[0] = [{command!r}, "--help"], os.path.dirname({command!r})
+runpy.run_path({command!r}, run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
-def helps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """What `COMMAND --help` ends with and says, with nothing of the repository on the path but the package."""
-    folder = tmp_path_factory.mktemp("helps")
-    (folder / "allotrope").symlink_to(ROOT / "allotrope", target_is_directory=True)
-    script = folder / "run_all.py"
-    script.write_text(RUN_ALL)
-    done = subprocess.run(
-        [sys.executable, str(script), *(str(ROOT / command) for command in COMMANDS)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("empty")
+    (made / "allotrope").symlink_to(ROOT / "allotrope", target_is_directory=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def forks(folder: Path) -> Forks:
+    """With nothing of the repository on the path but the package."""
+    return Forks(["torch"], os.environ | {"PYTHONPATH": str(folder)})
 
 
 def test_entry_commands_keep_their_paths() -> None:
@@ -80,7 +48,7 @@ def test_every_command_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_a_command_explains_itself(command: Path, helps: dict[str, tuple[int, str]]) -> None:
-    code, said = helps[str(ROOT / command)]
-    assert code == 0, said
-    assert said.startswith("usage: ")
+def test_a_command_explains_itself(command: Path, forks: Forks, folder: Path) -> None:
+    done = forks.run(CODE.format(command=str(ROOT / command), folder=str(folder)), {}, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("usage: ")

@@ -2,14 +2,10 @@
 
 As a script (`python hosting_sglang.py GIVEN OUT`) it starts SGLang's engine, asks it, and writes what it found. A child
 of SGLang's that fails ends its parent, which therefore is no test's process.
-
-Without arguments it imports SGLang once and forks for each engine that its input names: SGLang's imports take most of a
-start, and an engine has three processes or more.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -18,14 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from forks import Forks
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -100,58 +95,50 @@ def ask(
     assert not (fork and (environment or before))
     options = {key: value for key, value in (PLAIN | options).items() if value is not None}
     given = {"model_path": str(path), "options": options, "rounds": [vars(one) for one in rounds], "updates": updates}
+    # All ranks on one processor.
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * options.get("tp_size", 1))} | (environment or {})
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if before:
-            (folder / "sitecustomize.py").write_text(before)
-        paths = os.pathsep.join([name, os.environ.get("PYTHONPATH", "")])
-        # All ranks on one processor.
-        binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * options.get("tp_size", 1))}
-        env = ENVIRONMENT | binding | {"PYTHONPATH": paths} | (environment or {})
-        code = _run_forked(given, folder, env, limit) if fork else _run(given, folder, env, limit)
-        text = (folder / "log").read_text()
-        out = folder / "found.json"
+        out = Path(name) / "found.json"
+        if fork:
+            ended = _forks().run(_CODE.format(given=given, out=str(out)), environment, limit)
+            code, log = ended.returncode, ended.stdout + ended.stderr
+        else:
+            if before:
+                (Path(name) / "sitecustomize.py").write_text(before)
+            code, log = _run(given, out, _environment(name) | environment, limit)
         found = json.loads(out.read_text()) if out.exists() else {"answers": [], "updated": []}
-    return Asked(text, code, [Answers(**one) for one in found["answers"]], found["updated"])
+    return Asked(log, code, [Answers(**one) for one in found["answers"]], found["updated"])
 
 
-def _run(given: dict[str, Any], folder: Path, env: dict[str, str], limit: float) -> int:
-    command = [sys.executable, __file__, json.dumps(given), str(folder / "found.json")]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | env, start_new_session=True)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(limit)
-    # SGLang's children may outlive a start that fails.
-    _kill_group(process.pid)
-    return process.wait()
+def _run(given: dict[str, Any], out: Path, environment: dict[str, str], limit: float) -> tuple[int, str]:
+    command = [sys.executable, __file__, json.dumps(given), str(out)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+        # SGLang's children may outlive a start that fails.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        log.seek(0)
+        return code, log.read()
 
 
-def _run_forked(given: dict[str, Any], folder: Path, env: dict[str, str], limit: float) -> int:
-    server = _fork_server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps([given, str(folder), env]) + "\n")
-    server.stdin.flush()
-    pid = int(server.stdout.readline())
-    late = threading.Timer(limit, _kill_group, [pid])
-    late.start()
-    code = int(server.stdout.readline())
-    late.cancel()
-    _kill_group(pid)
-    return code
+_CODE = "import pathlib; from plugins import hosting_sglang; hosting_sglang._main({given!r}, pathlib.Path({out!r}))"
 
 
 @functools.cache
-def _fork_server() -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command, env = [sys.executable, __file__], os.environ | ENVIRONMENT
-    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, text=True)
-    atexit.register(server.kill)
-    return server
+def _forks() -> Forks:
+    """SGLang's imports take most of a start, and an engine has three processes or more."""
+    managers = "sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.scheduler"
+    modules = ["sglang.srt.entrypoints.engine", *managers, "plugins.hosting_sglang"]
+    return Forks(modules, _environment())
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _environment(*folders: str) -> dict[str, str]:
+    """`folders`: that Python searches before those of the tests and others."""
+    paths = [*folders, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def assert_ours(asked: Asked) -> None:
@@ -239,49 +226,5 @@ def _generate(engine: Any, path: str, one: dict[str, Any], wanted: dict[str, Any
     return list(engine.loop.run_until_complete(ask_all()))
 
 
-def _serve_forks() -> None:
-    """For each line of the input, [given, folder, environment], a process; its number and then its exit status go to
-    the output. Processes that SGLang starts there are forked too."""
-    import multiprocessing
-
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
-
-    # What else is printed goes elsewhere.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    # SGLang sets another method at each start.
-    multiprocessing.set_start_method("fork")
-    multiprocessing.set_start_method = lambda *args, **kwargs: None
-    for line in sys.stdin:
-        given, folder, environment = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            _run_in_fork(given, Path(folder), environment)
-        print(pid, file=answers, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
-
-
-def _run_in_fork(given: dict[str, Any], folder: Path, environment: dict[str, str]) -> NoReturn:
-    os.setsid()
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(environment)
-    code = 1
-    try:
-        _main(given, folder / "found.json")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    else:
-        _serve_forks()
+    _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
