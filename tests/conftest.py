@@ -21,9 +21,7 @@ from allotrope.ops.matmul.gguf import GGUF_BLOCKS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import interpreter_loops  # noqa: F401
-    import interpreter_rounding  # noqa: F401
-    import interpreter_speed  # noqa: F401
+    import interpreter  # noqa: F401
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings

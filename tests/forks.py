@@ -40,16 +40,23 @@ class Forks:
             self.server.stdin.write(json.dumps([code, name, environment]) + "\n")
             self.server.stdin.flush()
             pid = int(self.server.stdout.readline())
-            late = threading.Timer(limit, _kill_group, [pid])
+            late = threading.Timer(limit, kill_group, [pid])
             late.start()
             status = int(self.server.stdout.readline())
             late.cancel()
-            _kill_group(pid)
+            kill_group(pid)
             out, err = ((Path(name) / of).read_text() for of in ("out", "err"))
         return subprocess.CompletedProcess([code], status, out, err)
 
 
-def _kill_group(pid: int) -> None:
+def environment_with(changes: dict[str, str], *folders: str) -> dict[str, str]:
+    """This process's environment with `changes`. Python searches `folders`, and then the tests, before what it says."""
+    paths = [*folders, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | changes
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process that leads a group, and what it has started there."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -64,8 +71,8 @@ def _serve(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     forking = multiprocessing.get_context("fork")
     multiprocessing.set_start_method("fork")
-    # Whatever the code asks for.
-    multiprocessing.get_context = lambda method=None: forking  # type: ignore[assignment]
+    # vLLM asks for a context and SGLang sets a method, to start processes that import all of it.
+    multiprocessing.get_context = lambda method=None: forking
     multiprocessing.set_start_method = lambda method, force=False: None
     for line in sys.stdin:
         code, folder, environment = json.loads(line)

@@ -77,7 +77,7 @@ if importlib.util.find_spec("triton") is not None:
 
     def _check_range(lhs: Any, rhs: Any, operation: Any) -> None:
         scalar = lhs.type.scalar
-        if scalar.int_bitwidth >= 64:
+        if scalar.int_bitwidth >= 64 or not _semantic.builder.options.sanitize_overflow:
             return
         name = operation.__name__
         exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name]

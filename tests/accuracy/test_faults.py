@@ -85,7 +85,6 @@ DRAFTS = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3
 RESIDUES = tuple(f"recall, tokens = {residue} mod 4" for residue in range(4))
 
 
-
 FAULTS = (
     Fault("compressed_rope_position", "deepseek_v4", Text("letters", 12, 512), ("text",)),
     Fault("window_off_by_one", "llama_window", Text("arithmetic", 12, 512), ("text",), cell=REFERENCE),
@@ -182,7 +181,8 @@ class Bench:
         if not isinstance(fault.asked, Text):
             return fault.asked
         path = self.folder / f"{fault.name}.txt"
-        path.write_text(str(fault.asked))
+        if not path.exists():
+            path.write_text(str(fault.asked))
         sizes = ("--items", str(fault.asked.chunks), "--text-length", str(fault.asked.length))
         return ("--tasks", "text", *sizes, "--text", str(path))
 

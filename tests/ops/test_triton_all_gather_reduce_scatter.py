@@ -153,10 +153,7 @@ def test_calls_that_wait_for_a_dead_rank_are_let_go(monkeypatch: pytest.MonkeyPa
 
 def _calls(rank: int, layout: Layout, buffers: list[torch.Tensor]) -> None:
     """What each of two processes runs: calls that wait for the other one. Raises where a row is wrong."""
-    # Where faults of Triton's interpreter are mended.
-    import interpreter_loops  # noqa: F401
-    import interpreter_rounding  # noqa: F401
-    import interpreter_speed  # noqa: F401
+    import interpreter  # noqa: F401
 
     torch.set_num_threads(1)
     torch.manual_seed(1)

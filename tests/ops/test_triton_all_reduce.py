@@ -234,10 +234,7 @@ def _workspace(rank: int, layout: Layout, buffers: list[torch.Tensor]) -> Worksp
 
 def _calls(rank: int, layout: Layout, buffers: list[torch.Tensor]) -> None:
     """What each of two processes runs: calls that wait for the other one. Raises where a sum is wrong."""
-    # Where faults of Triton's interpreter are mended.
-    import interpreter_loops  # noqa: F401
-    import interpreter_rounding  # noqa: F401
-    import interpreter_speed  # noqa: F401
+    import interpreter  # noqa: F401
 
     torch.set_num_threads(1)
     torch.manual_seed(1)

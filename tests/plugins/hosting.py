@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forks import Forks
+from forks import Forks, environment_with
 from plugins.conftest import ENVIRONMENT, MODULES
 
 from allotrope import LLM, SamplingParams
@@ -254,15 +253,10 @@ def run_apart(
     given = environment or {}
     if fork:
         return _forks().run(code, given, LIMIT)
-    env = _environment() | given
+    env = environment_with(ENVIRONMENT | given)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=LIMIT)
-
-
-def _environment() -> dict[str, str]:
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    return os.environ | ENVIRONMENT | {"PYTHONPATH": paths}
 
 
 @functools.cache
 def _forks() -> Forks:
-    return Forks(MODULES, _environment() | {"VLLM_LOGGING_LEVEL": "INFO"})
+    return Forks(MODULES, environment_with(ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forks import Forks
+from forks import Forks, environment_with, kill_group
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -105,7 +103,7 @@ def ask(
         else:
             if before:
                 (Path(name) / "sitecustomize.py").write_text(before)
-            code, log = _run(given, out, _environment(name) | environment, limit)
+            code, log = _run(given, out, environment_with(ENVIRONMENT | environment, name), limit)
         found = json.loads(out.read_text()) if out.exists() else {"answers": [], "updated": []}
     return Asked(log, code, [Answers(**one) for one in found["answers"]], found["updated"])
 
@@ -117,8 +115,7 @@ def _run(given: dict[str, Any], out: Path, environment: dict[str, str], limit: f
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(limit)
         # SGLang's children may outlive a start that fails.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         code = process.wait()
         log.seek(0)
         return code, log.read()
@@ -132,13 +129,7 @@ def _forks() -> Forks:
     """SGLang's imports take most of a start, and an engine has three processes or more."""
     managers = "sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.scheduler"
     modules = ["sglang.srt.entrypoints.engine", *managers, "plugins.hosting_sglang"]
-    return Forks(modules, _environment())
-
-
-def _environment(*folders: str) -> dict[str, str]:
-    """`folders`: that Python searches before those of the tests and others."""
-    paths = [*folders, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+    return Forks(modules, environment_with(ENVIRONMENT))
 
 
 def assert_ours(asked: Asked) -> None:
