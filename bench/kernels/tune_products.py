@@ -16,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import datetime
 import functools
+import gc
 import itertools
 import json
 import multiprocessing
@@ -57,8 +58,8 @@ from bench.kernels.model_shapes import shapes_of
 from bench.kernels.timing import Stopwatch
 
 GATING = GatedActivation()
-# Microseconds from which a launch from Python tells who may be the fastest.
-ROUGH = 150.0
+# Of the roughly timed launches, those within this factor of the fastest are timed again, at most so many.
+CLOSE, FINALISTS = 1.15, 16
 # Microseconds that a kernel of PyTorch's costs a decode step beyond its own: it begins when the one before it has
 # ended, and the one behind it when it has (`bench/engine.py` with and without ALLOTROPE_PDL=0, by kernel).
 NO_PDL_US = 1.3
@@ -143,25 +144,15 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
     if not shape.experts and not fp8:
         yield from _of_plain(shape, rows)
         return
-    if usual <= 128:
-        lowest = 8 if shape.experts else 16
-        heights = [h for h in (8, 16, 32, 64) if max(lowest, min(usual, 64) / 2) <= h <= max(16, 4 * usual)]
-        splits = (1,) if shape.gated or shape.experts else (1, 2, 4, 8)
+    if fp8 and not shape.experts and usual <= 128:
+        yield from _of_fp8(shape, usual)
+    elif usual <= 128:
+        heights = [h for h in (8, 16, 32, 64) if min(usual, 64) / 2 <= h <= max(16, 4 * usual)]
         # Rounding in the product saves a launch, and costs every step a barrier.
         rounds = (True, False) if fp8 else (True,)
-        for height, columns, split, stages, inside in itertools.product(heights, (64, 128), splits, (2, 3, 5), rounds):
-            if split > max(1, shape.inputs // 512) or (split > 1 and -(-shape.outputs // columns) * split > 1100):
-                continue
-            yield Launch(height, columns, split, True, inside, 4, stages)
-        if fp8 and not shape.experts and usual > 16:
-            # Wide tiles read the rows less often.
-            for columns, split, stages in itertools.product((128, 256), splits, (3, 4)):
-                yield Launch(64 if usual > 32 else 32, columns, split, True, False, 8, stages)
-        if fp8 and not shape.experts:
-            # Stream-K.
-            for columns in (128, 256):
-                yield Launch(64 if usual <= 64 else 128, columns, 1, False, False, 8, 3, provider="gluon")
-        if shape.experts and not shape.gated:
+        for height, columns, stages, inside in itertools.product(heights, (64, 128), (2, 3, 5), rounds):
+            yield Launch(height, columns, 1, True, inside, 4, stages)
+        if not shape.gated:
             yield from (Launch(height, 256, 1, True, True, 8, 3) for height in heights)
     if usual > 32:
         for height, columns, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (3, 4)):
@@ -173,6 +164,27 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             yield PYTORCH
         if fp8 and shape.experts:
             yield GLUON
+
+
+def _of_fp8(shape: Shape, rows: int) -> Iterator[Launch]:
+    """As `candidates`, of one FP8 weight and few rows."""
+    fewest = rows if rows <= 32 else 32 if rows <= 64 else 64
+    heights = [h for h in (8, 16, 32, 64) if fewest <= h <= max(16, 2 * rows)]
+    # Programs that share inputs: enough of them, and not so many that their parts are what is read.
+    shares = [split for split in (1, 2, 3, 4, 5, 6, 8, 10) if split <= max(1, shape.inputs // 512)]
+    for height, columns in itertools.product(heights, (64, 128)):
+        tiles = -(-shape.outputs // columns) * -(-rows // height)
+        splits = [split for split in shares if split == 1 or 60 <= tiles * split <= 1100]
+        # Of few rows rounding in the product saves a launch; it costs every step a barrier.
+        for split, stages, inside in itertools.product(splits, (2, 3, 4), (True, False) if rows <= 16 else (False,)):
+            yield Launch(height, columns, split, True, inside, 4, stages)
+        if rows > 16:
+            # Wide tiles read the rows less often.
+            for split, stages in itertools.product(splits, (3, 4)):
+                yield Launch(height, 2 * columns, split, True, False, 8, stages)
+    # Stream-K.
+    for columns in (128, 256):
+        yield Launch(64 if rows <= 64 else 128, columns, 1, False, False, 8, 3, provider="gluon")
 
 
 def _of_plain(shape: Shape, rows: int) -> Iterator[Launch]:
@@ -356,6 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for text in failed[:5]:
         print("  ", text)
     recorder = Stopwatch(device)
+    # A graph that is captured collects garbage first.
+    gc.freeze()
     lines: list[Line] = []
     for shape, topk in wanted:
         if time.monotonic() - begun > options.limit:
@@ -382,9 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     failed.append(f"{launch}: {error}")
             if not runs:
                 continue
-            fastest = min(micros for micros, _, _ in runs)
-            # What takes long is roughly known without a graph.
-            close = [one for one in runs if fastest < ROUGH or one[0] < 1.1 * fastest]
+            runs.sort(key=lambda one: one[0])
+            close = [one for one in runs if one[0] < CLOSE * runs[0][0]][:FINALISTS]
             times = [(recorder.time(run, 10).median, launch) for _, launch, run in close]
             extra = NO_PDL_US if rows * topk <= FEW_PLAIN_ROWS else 0.0
             times.sort(key=lambda pair: pair[0] + extra * (pair[1].provider == "pytorch"))
