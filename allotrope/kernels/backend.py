@@ -10,7 +10,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +24,14 @@ class Backend:
     """One implementation of an operation.
 
     `rejects(spec, chip)` lists why it cannot run a spec on a chip (empty: it can), each reason with the value found and
-    the value needed. `run` is the operation; all backends of an operation share its signature.
+    the value needed. `run` is the operation; all backends of an operation share its signature. `quantizes`: `run`
+    also takes `quantized_from`, the number of rows from which its result is wanted quantized to e4m3 as well.
     """
 
     name: str
     rejects: Callable[[Any, Chip], list[str]]
     run: Callable[..., Any]
+    quantizes: bool = field(default=False, kw_only=True)
 
 
 class Operation(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +29,13 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, build: Build) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
-        self.mixer = spec.mixer.build(build.at("mixer"))
-        self.ffn_norm = RMSNorm(model.hidden, model.norm_eps, build, offset=model.norm_offset)
-        self.ffn = spec.ffn.build(build.at_stage("ffn"))
+        mixer: Any = spec.mixer.build(build.at("mixer"))
+        ffn: Any = spec.ffn.build(build.at_stage("ffn"))
+        norm = functools.partial(RMSNorm, model.hidden, model.norm_eps, build, offset=model.norm_offset)
+        self.mixer_norm = norm(quantized_from=mixer.quantized_from)
+        self.mixer = mixer
+        self.ffn_norm = norm(quantized_from=ffn.quantized_from)
+        self.ffn = ffn
 
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, ctx: LayerStep, following: RMSNorm

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from allotrope.kernels.backend import Backend
 from allotrope.layers.build import Build
 from allotrope.layers.parallel import Placement, Section
 from allotrope.layers.weights import WeightMatmul, create_weights, kept_names, pop_weights, shardable
@@ -49,6 +54,11 @@ class Linear(nn.Module):
             create_weights(self, name, matmul, shape, Placement(mine), build)
         whole = Placement(sections)
         self.bias = build.parameter((sum(self.sizes),), whole) if bias else None
+
+    @property
+    def quantized_from(self) -> int | None:
+        """The number of rows from which a product wants them quantized as they were written, None for never."""
+        return min((one.quantized_from for one in self.matmuls if one.quantized_from is not None), default=None)
 
     def finish_loading(self) -> None:
         """Pack the weights for their backends."""
@@ -95,6 +105,11 @@ class RowLinear(nn.Module):
         whole = Placement((Section("", outputs),))
         self.bias = build.parameter((outputs,), whole) if bias else None
 
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Linear`."""
+        return self.matmul.quantized_from
+
     def finish_loading(self) -> None:
         """Pack the weight for its backend."""
         self.weight = self.matmul.pack(pop_weights(self, "weight", self.format))
@@ -104,3 +119,10 @@ class RowLinear(nn.Module):
         bias = self.bias if self.parallel.rank == 0 else None
         part: torch.Tensor = self.matmul.run(x, self.weight, bias)
         return part
+
+
+def quantizing(backend: Backend, quantized_from: int | None) -> Callable[..., Any]:
+    """`run` of a norm or a gate whose result products read, which want its rows quantized from so many on."""
+    if not backend.quantizes or quantized_from is None:
+        return backend.run
+    return functools.partial(backend.run, quantized_from=quantized_from)

@@ -108,6 +108,11 @@ class Experts(nn.Module):
         if self.reads_stored:
             self._whole_experts = chooser.choose(MOE_EXPERTS, MoeExpertsSpec(hidden, local, kind))
 
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Linear`."""
+        return self.matmuls[0].quantized_from
+
     def copied_bytes(self) -> int:
         """Bytes that loading adds: on a CPU, small plain weights are kept both packed and unpacked."""
         if not self.reads_stored:
@@ -260,6 +265,12 @@ class Moe(nn.Module):
         weights, experts = self.router(x, ctx.step.ids if self.router.table is None else ctx.step.all_ids)
         self.experts.record_load(experts, ctx)
         return self.experts(x, weights, experts, shared)
+
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Linear`."""
+        wanted = (self.experts.quantized_from, None if self.shared is None else self.shared.quantized_from)
+        return min((one for one in wanted if one is not None), default=None)
 
     def _run_shared(self, x: torch.Tensor, ctx: LayerStep) -> SharedOutput:
         shared = self.shared(x, ctx) if self.shared is not None else None

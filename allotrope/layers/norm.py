@@ -8,15 +8,26 @@ import torch
 from torch import nn
 
 from allotrope.layers.build import Build
+from allotrope.layers.linear import quantizing
 from allotrope.layers.parallel import Placement, Section
 from allotrope.ops.all_reduce import ALL_REDUCE_ADD_RMS_NORM
 from allotrope.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMSNormSpec
 
 
 class RMSNorm(nn.Module):
-    """`offset` 1.0 multiplies by (1 + w), as checkpoints that store w around 0 want; `weighted` False has no w."""
+    """`offset` 1.0 multiplies by (1 + w), as checkpoints that store w around 0 want; `weighted` False has no w.
+    `quantized_from`: of the products that read it."""
 
-    def __init__(self, size: int, eps: float, build: Build, *, offset: float = 0.0, weighted: bool = True) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        build: Build,
+        *,
+        offset: float = 0.0,
+        weighted: bool = True,
+        quantized_from: int | None = None,
+    ) -> None:
         super().__init__()
         self.size, self.floor, self.offset, self.parallel = size, size * eps, offset, build.parallel
         self.weight = None
@@ -24,8 +35,8 @@ class RMSNorm(nn.Module):
             self.weight = build.parameter((size,), Placement((Section("", size),)))
         self.scaled_weight = torch.full((size,), math.sqrt(size), dtype=torch.float32, device=build.device)
         spec = RMSNormSpec(size, build.dtype)
-        self._norm = build.chooser.choose(RMS_NORM, spec).run
-        self._add_norm = build.chooser.choose(ADD_RMS_NORM, spec).run
+        self._norm = quantizing(build.chooser.choose(RMS_NORM, spec), quantized_from)
+        self._add_norm = quantizing(build.chooser.choose(ADD_RMS_NORM, spec), quantized_from)
         if self.parallel.size > 1:
             fused = self.parallel.all_reduce_spec(size, build.dtype)
             self._all_reduce_add_norm = build.chooser.choose(ALL_REDUCE_ADD_RMS_NORM, fused).run
@@ -38,7 +49,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., size]. Returns the same shape and type."""
-        return self._norm(x, self.scaled_weight, self.floor)
+        normed: torch.Tensor = self._norm(x, self.scaled_weight, self.floor)
+        return normed
 
     def add(
         self, y: torch.Tensor, x: torch.Tensor, inner: RMSNorm | None = None, scale: torch.Tensor | None = None
@@ -61,7 +73,9 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `add`, of a `y` that every rank holds whole."""
         inner_weight = None if inner is None else inner.scaled_weight
-        return self._add_norm(y, x, self.scaled_weight, self.floor, inner_weight, scale)
+        added: tuple[torch.Tensor, torch.Tensor]
+        added = self._add_norm(y, x, self.scaled_weight, self.floor, inner_weight, scale)
+        return added
 
 
 class AllHeadsNorm(nn.Module):

@@ -52,6 +52,7 @@ class WeightMatmul:
         self.backend: MatmulBackend = build.chooser.choose(op, spec)
         self.run = self.backend.run
         self.spec, self.format = spec, spec.format
+        self.quantized_from = self.backend.quantized_from(spec, build.chooser.chip)
         choices = (one for one in build.chooser.choices if one.op == op.name and one.spec == spec)
         # Why no backend that reads quantized weights as they are packed for it runs.
         passed_over = next(choices).passed_over

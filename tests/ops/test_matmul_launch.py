@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from allotrope.ops.matmul import launch
+from allotrope.kernels.chip import CHIPS
+from allotrope.ops.matmul import MatmulSpec, kernels_quantized_from, launch
+from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.launch import Launch, Shape, bucket, launch_for, rule_of_thumb, tuned, write_tuned
+from allotrope.ops.matmul.plain import PLAIN
+from allotrope.ops.matmul.weight import Format
 
 SHAPE = Shape("fp8", 0, 4096, 2048, False)
 
@@ -49,6 +55,29 @@ def test_one_fp8_weight_goes_as_the_nearest_that_was_measured(tmp_path: Path, mo
             assert launch_for(shape, 4, "chip") == rule_of_thumb(shape, 4, "chip"), shape
         unmeasured = Shape("fp8", 0, 5120, 2048, False)
         assert launch_for(unmeasured, 17, "chip") == rule_of_thumb(unmeasured, 17, "chip")
+    finally:
+        launch.forget()
+
+
+def test_rows_are_wanted_quantized_where_products_do_not_do_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    launch.forget()
+    quantizes, takes = Launch(16, 64, quantize=True), Launch(16, 64, quantize=False)
+    sizes = {(1024, 512): (quantizes, quantizes), (8192, 512): (quantizes, takes), (65536, 512): (takes, quantizes)}
+    shapes = {size: Shape("fp8", 0, *size, False) for size in sizes}
+    write_tuned("h200", {shapes[size].key: {"4": few, "16": more} for size, (few, more) in sizes.items()})
+    chip = replace(CHIPS["sm_90"], product="nvidia_h200")
+
+    def quantized_from(format: Format, outputs: int, experts: int = 0) -> int | None:
+        return kernels_quantized_from(MatmulSpec(format, torch.bfloat16, outputs, 512, experts), chip)
+
+    try:
+        assert [quantized_from(Fp8(128), outputs) for outputs, _ in sizes] == [17, 1, 1]
+        assert quantized_from(PLAIN, 1024) is quantized_from(PLAIN, 1024, experts=8) is None
+        for launches, wanted in (((quantizes, takes), 1), ((quantizes, quantizes), None)):
+            experts = dict(zip(("64", "512"), launches, strict=True))
+            write_tuned("h200", {Shape("fp8", 8, 512, 512, True).key: experts})
+            assert quantized_from(Fp8(128), 1024, experts=8) is wanted
     finally:
         launch.forget()
 

@@ -76,6 +76,11 @@ class DsaMixer(Mixer):
         width = spec.mla.num_heads * spec.mla.v_head_dim
         self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build.at("out"))
 
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Mixer`."""
+        return self.latent.inputs.quantized_from
+
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""
         projected = self.latent(x, ctx, self.kv_scales)

@@ -10,7 +10,7 @@ import torch
 from allotrope.attention.gdn import GdnInputs, GdnSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
-from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.linear import Linear, RowLinear, quantizing
 from allotrope.layers.mixers.mixer import Mixer, attention_of
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.step import LayerStep
@@ -87,7 +87,12 @@ class GdnMixer(Mixer):
         self.norm = build.parameter((spec.v_head_dim,), whole, torch.float32)
         self.norm_weight, self.norm_floor = self.norm.data, spec.v_head_dim * spec.norm_eps
         norm_spec = RMSNormSpec(spec.v_head_dim, build.dtype)
-        self._gated_norm = build.chooser.choose(GATED_RMS_NORM, norm_spec).run
+        self._gated_norm = quantizing(build.chooser.choose(GATED_RMS_NORM, norm_spec), self.out.quantized_from)
+
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Mixer`."""
+        return self.inputs.quantized_from
 
     def finish_loading(self) -> None:
         """Lay the convolution's weight out tap by tap, all channels of a tap together, as the family reads it."""
@@ -111,4 +116,5 @@ class GdnMixer(Mixer):
 
         Returns [T, value_dim] in the gate's type.
         """
-        return self._gated_norm(mixed, self.norm_weight, self.norm_floor, gate, kind)
+        normed: torch.Tensor = self._gated_norm(mixed, self.norm_weight, self.norm_floor, gate, kind)
+        return normed

@@ -10,7 +10,7 @@ import torch
 from allotrope.attention.mha import MhaInputs, MhaSpec
 from allotrope.attention.registry import FAMILIES
 from allotrope.layers.build import Build
-from allotrope.layers.linear import Linear, RowLinear
+from allotrope.layers.linear import Linear, RowLinear, quantizing
 from allotrope.layers.mixers.mixer import Mixer, attention_of, head_norm
 from allotrope.layers.norm import AllHeadsNorm, RMSNorm
 from allotrope.layers.parallel import Parallel, Placement, Section
@@ -87,9 +87,10 @@ class MhaMixer(Mixer):
         out = Section("", heads * value_dim, value_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"), bias=spec.out_bias)
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
-        self._apply_gate = (
-            build.chooser.choose(SIGMOID_GATE, SigmoidGateSpec(build.dtype)).run if self.gate_size else None
-        )
+        self._apply_gate = None
+        if self.gate_size:
+            apply_gate = build.chooser.choose(SIGMOID_GATE, SigmoidGateSpec(build.dtype))
+            self._apply_gate = quantizing(apply_gate, self.out.quantized_from)
         self.v_norm = RMSNorm(value_dim, spec.norm_eps, build, weighted=False) if spec.v_norm else None
         self.q_norm: RMSNorm | AllHeadsNorm | None = None
         self.k_norm: RMSNorm | AllHeadsNorm | None = None
@@ -115,6 +116,11 @@ class MhaMixer(Mixer):
             value_scale=spec.value_scale,
             values_from_keys=spec.values_from_keys,
         )
+
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Mixer`."""
+        return self.qkv.quantized_from
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, inputs]. Returns [T, hidden], this rank's part of the sum over the ranks."""

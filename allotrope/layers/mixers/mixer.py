@@ -46,6 +46,11 @@ class Mixer(nn.Module):
     spec: Any
     backend: AttentionBackend
 
+    @property
+    def quantized_from(self) -> int | None:
+        """Of the product that reads the input, as of `Linear`."""
+        return None
+
     def _attend(self, ctx: LayerStep, inputs: Any) -> torch.Tensor:
         """The attention of a step. `inputs`: of the family."""
         attended: torch.Tensor = self.backend.run(self.spec, ctx.plan, ctx.caches, inputs)

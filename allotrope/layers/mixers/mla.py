@@ -89,8 +89,8 @@ class LatentProjection(nn.Module):
         self.inputs = Linear(spec.hidden, (first, row, *from_x), build.at("inputs"))
         self.queries = self.q_a_norm = None
         if spec.q_rank is not None:
-            self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, build)
             self.queries = Linear(spec.q_rank, (q, *from_q), build.at("queries"))
+            self.q_a_norm = RMSNorm(spec.q_rank, spec.norm_eps, build, quantized_from=self.queries.quantized_from)
         self.kv_a_norm = RMSNorm(spec.latent_dim, spec.norm_eps, build)
         placement = Placement((Section("", spec.num_heads, 1),))
         heads = placement.local(build.parallel)
@@ -128,6 +128,11 @@ class MlaMixer(Mixer):
         self.latent = LatentProjection(spec, build.at("latent"))
         out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
+
+    @property
+    def quantized_from(self) -> int | None:
+        """As of `Mixer`."""
+        return self.latent.inputs.quantized_from
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""

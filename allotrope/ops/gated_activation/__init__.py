@@ -19,11 +19,16 @@ __all__ = [
     "SigmoidGateSpec",
 ]
 
+
+def _triton(function: str) -> Backend:
+    return Backend("triton", needs_triton, lazily("allotrope.ops.gated_activation.triton", function), quantizes=True)
+
+
 GATED_ACTIVATION = Op(
     "gated_activation",
     "y = act(gate) * (up + offset)",
     (
-        Backend("triton", needs_triton, lazily("allotrope.ops.gated_activation.triton", "gated_activation")),
+        _triton("gated_activation"),
         Backend("cpu", cpu.rejects, cpu.gated_activation),
         Backend("reference", runs_anywhere, reference.gated_activation),
     ),
@@ -32,7 +37,7 @@ SIGMOID_GATE = Op(
     "sigmoid_gate",
     "y = x * sigmoid(gate)",
     (
-        Backend("triton", needs_triton, lazily("allotrope.ops.gated_activation.triton", "sigmoid_gate")),
+        _triton("sigmoid_gate"),
         Backend("reference", runs_anywhere, reference.sigmoid_gate),
     ),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from allotrope.kernels.backend import Op, lazily, runs_anywhere
 from allotrope.ops.grouped_matmul import cpu, cpu_blocks, onednn, pytorch, reference
-from allotrope.ops.matmul import MatmulBackend, kernel_rejects, pack_for_kernels
+from allotrope.ops.matmul import MatmulBackend, kernel_rejects, kernels_quantized_from, pack_for_kernels
 from allotrope.ops.matmul.cpu import pack, panel_bytes, rejects_experts
 from allotrope.ops.matmul.cpu_blocks import pack as pack_blocks
 from allotrope.ops.matmul.cpu_blocks import packed_bytes as bytes_of_blocks
@@ -23,6 +23,7 @@ GROUPED_MATMUL = Op(
             lazily("allotrope.ops.grouped_matmul.on_gpu", "grouped_matmul"),
             pack_for_kernels,
             own_layout=True,
+            quantized_from=kernels_quantized_from,
         ),
         MatmulBackend(
             "cpu_blocks",

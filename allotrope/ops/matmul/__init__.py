@@ -16,6 +16,7 @@ from allotrope.kernels.backend import Backend, Op, lazily, runs_anywhere
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.triton_version import triton_reasons
 from allotrope.ops.matmul import cpu, cpu_blocks, onednn, pytorch, reference
+from allotrope.ops.matmul.launch import Shape, launch_for, tuned_name
 from allotrope.ops.matmul.plain import PLAIN, PlainWeight
 from allotrope.ops.matmul.weight import Format, QuantizedWeight, Weight
 
@@ -37,6 +38,10 @@ def _copies_nothing(shape: Sequence[int], dtype: torch.dtype) -> int:
     return 0
 
 
+def _never_quantized(spec: Any, chip: Chip) -> int | None:
+    return None
+
+
 def _bytes_of_kernels(format: Format, shape: tuple[int, ...], shared: bool) -> tuple[int, int]:
     return format.packed_bytes(shape, shared)
 
@@ -47,6 +52,8 @@ class MatmulBackend(Backend):
     `run` multiplies quantized weights as that is, which takes `packed_bytes` (of a format, a shape, and whether blocks
     of rows share scales). `fp32_out`: whether `out` may be fp32, for sums that are not rounded. `copy_bytes`: shape and
     dtype of a plain weight -> bytes that `pack` takes beside the memory it is given, 0 where it takes that over.
+    `quantized_from`: the number of rows from which `run` is faster if these were quantized to e4m3 as they were written
+    (`quantized_rows.py`); None: never.
     """
 
     pack: Callable[[Any], Weight] = reference.pack
@@ -54,6 +61,7 @@ class MatmulBackend(Backend):
     fp32_out: bool = False
     copy_bytes: Callable[[Sequence[int], torch.dtype], int] = _copies_nothing
     packed_bytes: Callable[[Format, tuple[int, ...], bool], tuple[int, int]] = _bytes_of_kernels
+    quantized_from: Callable[[Any, Chip], int | None] = _never_quantized
 
 
 def kernel_rejects(spec: Any, chip: Chip) -> list[str]:
@@ -70,6 +78,18 @@ def pack_for_kernels(weight: StoredWeight) -> Weight:
     return weight.format.pack(stored)
 
 
+def kernels_quantized_from(spec: Any, chip: Chip) -> int | None:
+    """`MatmulBackend.quantized_from` of our kernels. Hardly any FP8 product quantizes more than 16 rows itself, and
+    some do not quantize fewer. Experts are asked of their first product, gates and ups; few of these do it themselves.
+    """
+    if spec.format.name != "fp8":
+        return None
+    outputs, rows = (spec.outputs // 2, (64, 512)) if spec.experts else (spec.outputs, (1, 16))
+    shape, name = Shape("fp8", spec.experts, outputs, spec.inputs, spec.experts > 0), tuned_name(chip)
+    quantizes = all(launch_for(shape, count, name).quantize for count in rows)
+    return 1 if not quantizes else None if spec.experts else 17
+
+
 MATMUL = Op(
     "matmul",
     "y = x W^T + b",
@@ -81,6 +101,7 @@ MATMUL = Op(
             pack_for_kernels,
             own_layout=True,
             fp32_out=True,
+            quantized_from=kernels_quantized_from,
         ),
         MatmulBackend(
             "cpu_blocks",

@@ -28,7 +28,7 @@ class RMSNormSpec:
 
 def _triton(function: str) -> Backend:
     run: Any = lazily("allotrope.ops.rms_norm.triton", function)
-    return Backend("triton", needs_triton, run)
+    return Backend("triton", needs_triton, run, quantizes=True)
 
 
 RMS_NORM = Op(
