@@ -135,8 +135,9 @@ def _walk_plain(
     return acc, other
 
 
-# Numbers of rows change from step to step: none of them is worth a kernel of its own.
-@pdl_jit(do_not_specialize=["rows", "x_scale_stride"])
+# Numbers of rows change from step to step: none of them is worth a kernel of its own. Nor are strides of scales, which
+# are read one by one.
+@pdl_jit(do_not_specialize=["rows", "x_scale_stride", "scale_expert", "scale_row"])
 def product_kernel(
     x,
     x_scales,
