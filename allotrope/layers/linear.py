@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ class Linear(nn.Module):
 
     `sections`: the outputs that are computed in one product, such as q, k and v. Those that stay quantized have a
     product of their own. `weights`: of each product, once loading has finished; `weight`: the only one, and until then
-    the parameter of the plain ones.
+    the parameter of the plain ones. `quantized_from`: the number of rows from which a product wants them quantized as
+    they were written, None for never.
     """
 
     weight: torch.Tensor | Weight | None
@@ -41,6 +42,7 @@ class Linear(nn.Module):
         self.matmuls = [
             WeightMatmul(MATMUL, MatmulSpec(format, build.dtype, size, inputs), build) for format, size in self.products
         ]
+        self.quantized_from = fewest(one.quantized_from for one in self.matmuls)
         self.weight = None
         self.weights: tuple[Weight, ...] = ()
         names = kept_names("weight")
@@ -54,11 +56,6 @@ class Linear(nn.Module):
             create_weights(self, name, matmul, shape, Placement(mine), build)
         whole = Placement(sections)
         self.bias = build.parameter((sum(self.sizes),), whole) if bias else None
-
-    @property
-    def quantized_from(self) -> int | None:
-        """The number of rows from which a product wants them quantized as they were written, None for never."""
-        return min((one.quantized_from for one in self.matmuls if one.quantized_from is not None), default=None)
 
     def finish_loading(self) -> None:
         """Pack the weights for their backends."""
@@ -88,7 +85,8 @@ class Linear(nn.Module):
 class RowLinear(nn.Module):
     """Input-sharded: each rank multiplies its share of the inputs, which makes a part of the sum over the ranks.
 
-    `weight`: the parameter of a plain one, and packed for its backend once loading has finished.
+    `weight`: the parameter of a plain one, and packed for its backend once loading has finished. `quantized_from`: as
+    of `Linear`.
     """
 
     weight: torch.Tensor | Weight
@@ -101,14 +99,10 @@ class RowLinear(nn.Module):
         if not shardable(self.format, section, build):
             self.format = PLAIN
         self.matmul = WeightMatmul(MATMUL, MatmulSpec(self.format, build.dtype, outputs, inputs), build)
+        self.quantized_from = self.matmul.quantized_from
         create_weights(self, "weight", self.matmul, (outputs, inputs), placement, build)
         whole = Placement((Section("", outputs),))
         self.bias = build.parameter((outputs,), whole) if bias else None
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Linear`."""
-        return self.matmul.quantized_from
 
     def finish_loading(self) -> None:
         """Pack the weight for its backend."""
@@ -119,6 +113,11 @@ class RowLinear(nn.Module):
         bias = self.bias if self.parallel.rank == 0 else None
         part: torch.Tensor = self.matmul.run(x, self.weight, bias)
         return part
+
+
+def fewest(wanted: Iterable[int | None]) -> int | None:
+    """The least of `quantized_from` of several that read the same rows."""
+    return min((one for one in wanted if one is not None), default=None)
 
 
 def quantizing(backend: Backend, quantized_from: int | None) -> Callable[..., Any]:

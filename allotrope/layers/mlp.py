@@ -38,14 +38,10 @@ class Mlp(nn.Module):
         section = inner_section("intermediate_size", spec.width, [one or PLAIN for one in formats], build)
         sections = tuple(replace(section, name=name) for name in ("gate", "up"))
         self.gate_up = Linear(spec.hidden, sections, first, bias=spec.bias)
+        self.quantized_from = self.gate_up.quantized_from
         self.down = RowLinear(section, spec.hidden, second, bias=spec.bias)
         activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(self.activation, build.dtype))
         self._activate = quantizing(activate, self.down.quantized_from)
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Linear`."""
-        return self.gate_up.quantized_from
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""

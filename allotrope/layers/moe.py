@@ -16,7 +16,7 @@ from torch import nn
 
 from allotrope.kernels.side_stream import overlap
 from allotrope.layers.build import Build
-from allotrope.layers.linear import Linear
+from allotrope.layers.linear import Linear, fewest
 from allotrope.layers.mlp import MlpSpec
 from allotrope.layers.parallel import Parallel, Placement, Section
 from allotrope.layers.router import Router, RouterSpec
@@ -86,6 +86,7 @@ class Experts(nn.Module):
             MatmulSpec(format, kind, *shape[1:], self.count) for format, shape in zip(formats, shapes, strict=True)
         ]
         self.matmuls = tuple(WeightMatmul(GROUPED_MATMUL, spec, build) for spec in specs)
+        self.quantized_from = self.matmuls[0].quantized_from
         for name, matmul, shape, placement in zip(
             ("gate_up", "down"), self.matmuls, shapes, (inner, outer), strict=True
         ):
@@ -107,11 +108,6 @@ class Experts(nn.Module):
         self._whole_experts: MoeExpertsBackend | None = None
         if self.reads_stored:
             self._whole_experts = chooser.choose(MOE_EXPERTS, MoeExpertsSpec(hidden, local, kind))
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Linear`."""
-        return self.matmuls[0].quantized_from
 
     def copied_bytes(self) -> int:
         """Bytes that loading adds: on a CPU, small plain weights are kept both packed and unpacked."""
@@ -253,6 +249,7 @@ class Moe(nn.Module):
         self.router = Router(spec.router, spec.hidden, build)
         self.experts = Experts(count, spec.hidden, spec.width, spec.gating, build.at("experts"), bias=spec.bias)
         self.shared = spec.shared.build(build.at("shared")) if spec.shared is not None else None
+        self.quantized_from = fewest(one.quantized_from for one in (self.experts, self.shared) if one is not None)
         self.shared_gate = None
         if spec.shared_gate:
             self.shared_gate = Linear(spec.hidden, (Section("", 1),), build.at("shared_gate"))
@@ -265,12 +262,6 @@ class Moe(nn.Module):
         weights, experts = self.router(x, ctx.step.ids if self.router.table is None else ctx.step.all_ids)
         self.experts.record_load(experts, ctx)
         return self.experts(x, weights, experts, shared)
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Linear`."""
-        wanted = (self.experts.quantized_from, None if self.shared is None else self.shared.quantized_from)
-        return min((one for one in wanted if one is not None), default=None)
 
     def _run_shared(self, x: torch.Tensor, ctx: LayerStep) -> SharedOutput:
         shared = self.shared(x, ctx) if self.shared is not None else None

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from allotrope.kernels.chip import CHIPS
-from allotrope.ops.matmul import MatmulSpec, kernels_quantized_from, launch
+from allotrope.ops import grouped_matmul, matmul
+from allotrope.ops.matmul import MatmulSpec, launch
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.launch import Launch, Shape, bucket, launch_for, rule_of_thumb, tuned, write_tuned
 from allotrope.ops.matmul.plain import PLAIN
@@ -69,7 +70,8 @@ def test_rows_are_wanted_quantized_where_products_do_not_do_it(tmp_path: Path, m
     chip = replace(CHIPS["sm_90"], product="nvidia_h200")
 
     def quantized_from(format: Format, outputs: int, experts: int = 0) -> int | None:
-        return kernels_quantized_from(MatmulSpec(format, torch.bfloat16, outputs, 512, experts), chip)
+        of = grouped_matmul if experts else matmul
+        return of.kernels_quantized_from(MatmulSpec(format, torch.bfloat16, outputs, 512, experts), chip)
 
     try:
         assert [quantized_from(Fp8(128), outputs) for outputs, _ in sizes] == [17, 1, 1]

@@ -72,14 +72,10 @@ class DsaMixer(Mixer):
             from_x = (Section("index_k", dim), Section("index_weights", heads))
             from_q = (Section("index_q", heads * dim),)
         self.latent = LatentProjection(spec.mla, build.at("latent"), from_x, from_q)
+        self.quantized_from = self.latent.inputs.quantized_from
         self.indexer = Indexer(spec, spec.indexer, build) if spec.indexer is not None else None
         width = spec.mla.num_heads * spec.mla.v_head_dim
         self.out = RowLinear(Section("", width, spec.mla.v_head_dim), spec.mla.hidden, build.at("out"))
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Mixer`."""
-        return self.latent.inputs.quantized_from
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""

@@ -76,6 +76,7 @@ class GdnMixer(Mixer):
         self.spec = attention_of(spec, build)
         self.backend = build.chooser.choose(FAMILIES[self.spec.family], self.spec)
         self.inputs = Linear(spec.hidden, spec.sections, build.at("inputs"))
+        self.quantized_from = self.inputs.quantized_from
         out = Section("", spec.num_v_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
         inner, heads = Placement(spec.inner_sections), Placement((Section("", spec.num_v_heads, 1),))
@@ -88,11 +89,6 @@ class GdnMixer(Mixer):
         self.norm_weight, self.norm_floor = self.norm.data, spec.v_head_dim * spec.norm_eps
         norm_spec = RMSNormSpec(spec.v_head_dim, build.dtype)
         self._gated_norm = quantizing(build.chooser.choose(GATED_RMS_NORM, norm_spec), self.out.quantized_from)
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Mixer`."""
-        return self.inputs.quantized_from
 
     def finish_loading(self) -> None:
         """Lay the convolution's weight out tap by tap, all channels of a tap together, as the family reads it."""

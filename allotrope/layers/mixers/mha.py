@@ -84,6 +84,7 @@ class MhaMixer(Mixer):
         self.kv_scales: dict[str, float] = {}
         heads, dim, value_dim = spec.num_heads, spec.head_dim, self.spec.value_dim
         self.qkv = Linear(spec.inputs or spec.hidden, _sections(spec, value_dim), build.at("qkv"), bias=spec.bias)
+        self.quantized_from = self.qkv.quantized_from
         out = Section("", heads * value_dim, value_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"), bias=spec.out_bias)
         self.gate_size = self.spec.num_heads * value_dim if spec.output_gate else 0
@@ -116,11 +117,6 @@ class MhaMixer(Mixer):
             value_scale=spec.value_scale,
             values_from_keys=spec.values_from_keys,
         )
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Mixer`."""
-        return self.qkv.quantized_from
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, inputs]. Returns [T, hidden], this rank's part of the sum over the ranks."""

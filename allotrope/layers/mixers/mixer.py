@@ -41,15 +41,12 @@ class MixerSpec(Protocol):
 
 
 class Mixer(nn.Module):
-    """A mixer around the attention `spec`, which `backend` runs."""
+    """A mixer around the attention `spec`, which `backend` runs. `quantized_from`: of the product that reads the input,
+    as of `Linear`."""
 
     spec: Any
     backend: AttentionBackend
-
-    @property
-    def quantized_from(self) -> int | None:
-        """Of the product that reads the input, as of `Linear`."""
-        return None
+    quantized_from: int | None = None
 
     def _attend(self, ctx: LayerStep, inputs: Any) -> torch.Tensor:
         """The attention of a step. `inputs`: of the family."""

@@ -126,13 +126,9 @@ class MlaMixer(Mixer):
         # Scales of FP8 entries by the argument's name; empty for other types.
         self.kv_scales: dict[str, float] = {}
         self.latent = LatentProjection(spec, build.at("latent"))
+        self.quantized_from = self.latent.inputs.quantized_from
         out = Section("", spec.num_heads * spec.v_head_dim, spec.v_head_dim)
         self.out = RowLinear(out, spec.hidden, build.at("out"))
-
-    @property
-    def quantized_from(self) -> int | None:
-        """As of `Mixer`."""
-        return self.latent.inputs.quantized_from
 
     def forward(self, x: torch.Tensor, ctx: LayerStep) -> torch.Tensor:
         """`x`: [T, hidden]. Returns the same shape, this rank's part of the sum over the ranks."""

@@ -17,7 +17,7 @@ from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import reference
 from allotrope.ops.gated_activation.spec import GatedActivation
-from allotrope.ops.matmul.quantized_rows import keep_quantized
+from allotrope.ops.matmul.quantized_rows import keep_quantized, of_kernel
 from allotrope.ops.matmul.triton_quantize import store_quantized
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}
@@ -47,11 +47,11 @@ def gating_kernel(
     out,
     values,
     scales,
+    value_stride,
+    scale_stride,
     width,
     gate_stride,
     up_stride,
-    value_stride,
-    scale_stride,
     slope,
     limit,
     offset,
@@ -76,7 +76,9 @@ def gating_kernel(
     if QUANTIZE:
         run = tl.program_id(1) * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
         runs = tl.reshape(value.to(tl.float32), (BLOCK // 128, 128))
-        store_quantized(runs, values, scales, token + run * 0, run, run * 128 < width, value_stride, scale_stride)
+        store_quantized(
+            runs, values, scales, token + tl.zeros_like(run), run, run * 128 < width, value_stride, scale_stride
+        )
 
 
 def config(chip: Chip, width: int) -> dict[str, int]:
@@ -124,13 +126,10 @@ def _launch(
         gate,
         up,
         out,
-        up if kept is None else kept.values,
-        up if kept is None else kept.scales,
+        *of_kernel(kept, up),
         width,
         gate.stride(0),
         up.stride(0),
-        0 if kept is None else kept.values.stride(0),
-        0 if kept is None else kept.scales.stride(0),
         slope,
         limit or 0.0,
         offset,

@@ -5,13 +5,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from allotrope.kernels.backend import Op, lazily, runs_anywhere
+from allotrope.kernels.chip import Chip
 from allotrope.ops.grouped_matmul import cpu, cpu_blocks, onednn, pytorch, reference
-from allotrope.ops.matmul import MatmulBackend, kernel_rejects, kernels_quantized_from, pack_for_kernels
+from allotrope.ops.matmul import MatmulBackend, kernel_rejects, pack_for_kernels, quantize_themselves
 from allotrope.ops.matmul.cpu import pack, panel_bytes, rejects_experts
 from allotrope.ops.matmul.cpu_blocks import pack as pack_blocks
 from allotrope.ops.matmul.cpu_blocks import packed_bytes as bytes_of_blocks
 from allotrope.ops.matmul.cpu_blocks import rejects as rejects_blocks
+from allotrope.ops.matmul.launch import Shape
+
+
+def kernels_quantized_from(spec: Any, chip: Chip) -> int | None:
+    """`MatmulBackend.quantized_from` of our kernels, of an expert's first product, gates and ups: those of FP8 that
+    quantize rows themselves are few."""
+    if spec.format.name != "fp8":
+        return None
+    gated = Shape("fp8", spec.experts, spec.outputs // 2, spec.inputs, True)
+    return None if quantize_themselves(gated, (64, 512), chip) else 1
+
 
 GROUPED_MATMUL = Op(
     "grouped_matmul",

@@ -79,15 +79,16 @@ def pack_for_kernels(weight: StoredWeight) -> Weight:
 
 
 def kernels_quantized_from(spec: Any, chip: Chip) -> int | None:
-    """`MatmulBackend.quantized_from` of our kernels. Hardly any FP8 product quantizes more than 16 rows itself, and
-    some do not quantize fewer. Experts are asked of their first product, gates and ups; few of these do it themselves.
-    """
+    """`MatmulBackend.quantized_from` of our kernels for one weight: hardly any FP8 product quantizes more than 16 rows
+    itself, and some do not quantize fewer."""
     if spec.format.name != "fp8":
         return None
-    outputs, rows = (spec.outputs // 2, (64, 512)) if spec.experts else (spec.outputs, (1, 16))
-    shape, name = Shape("fp8", spec.experts, outputs, spec.inputs, spec.experts > 0), tuned_name(chip)
-    quantizes = all(launch_for(shape, count, name).quantize for count in rows)
-    return 1 if not quantizes else None if spec.experts else 17
+    return 17 if quantize_themselves(Shape("fp8", 0, spec.outputs, spec.inputs, False), (1, 16), chip) else 1
+
+
+def quantize_themselves(shape: Shape, rows: Sequence[int], chip: Chip) -> bool:
+    """Whether FP8 products of so many rows quantize these as they read them."""
+    return all(launch_for(shape, count, tuned_name(chip)).quantize for count in rows)
 
 
 MATMUL = Op(

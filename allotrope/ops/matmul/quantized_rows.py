@@ -13,6 +13,9 @@ import torch
 from allotrope.kernels.tiles import cdiv
 from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP
 
+# Of the tensor that has rows as they are: what they are quantized to.
+_KEPT = "quantized_rows"
+
 
 class QuantizedRows(NamedTuple):
     """`values`: [rows, inputs], the rows in fours, the inputs in runs of 128. `scales`: [runs, rows] fp32."""
@@ -34,11 +37,19 @@ def keep_quantized(x: torch.Tensor, quantized_from: int | None) -> QuantizedRows
     if quantized_from is None or len(x) < quantized_from:
         return None
     tokens, inputs = x.shape
-    x.quantized_rows = allocate(tokens, inputs, x.device)  # type: ignore[attr-defined]
-    return quantized_rows(x)
+    kept = allocate(tokens, inputs, x.device)
+    setattr(x, _KEPT, kept)
+    return kept
 
 
 def quantized_rows(x: torch.Tensor) -> QuantizedRows | None:
     """The quantized rows that are kept with `x`."""
-    found: QuantizedRows | None = getattr(x, "quantized_rows", None)
+    found: QuantizedRows | None = getattr(x, _KEPT, None)
     return found
+
+
+def of_kernel(kept: QuantizedRows | None, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Values, scales and their strides, as kernels take them; `absent`, which they do not touch, in place of none."""
+    if kept is None:
+        return absent, absent, 0, 0
+    return *kept, kept.values.stride(0), kept.scales.stride(0)

@@ -17,7 +17,7 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP
-from allotrope.ops.matmul.quantized_rows import keep_quantized
+from allotrope.ops.matmul.quantized_rows import keep_quantized, of_kernel
 from allotrope.ops.matmul.triton_quantize import store_quantized
 from allotrope.ops.rms_norm.reference import GateActivation
 
@@ -39,6 +39,8 @@ def norm_kernel(
     out,
     values,
     scales,
+    value_stride,
+    scale_stride,
     rows,
     heads,
     x_token,
@@ -46,8 +48,6 @@ def norm_kernel(
     residual_token,
     gate_token,
     gate_head,
-    value_stride,
-    scale_stride,
     floor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -114,9 +114,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: float, *, quantized_f
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         view = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
-        _launch(
-            view, None, None, None, weight, None, None, out, floor, "silu", quantized_from if x.dim() == 2 else None
-        )
+        _launch(view, None, None, None, weight, None, None, out, floor, "silu", quantized_from)
     return out
 
 
@@ -134,19 +132,7 @@ def gated_rms_norm(
     out = torch.empty((len(x), x.shape[1] * x.shape[2]), dtype=gate.dtype, device=x.device)
     if out.numel():
         view = gate.unflatten(1, x.shape[1:])
-        _launch(
-            x,
-            None,
-            None,
-            None,
-            weight,
-            view,
-            None,
-            out,
-            floor,
-            activation,
-            quantized_from if x.shape[2] % 128 == 0 else None,
-        )
+        _launch(x, None, None, None, weight, view, None, out, floor, activation, quantized_from)
     return out
 
 
@@ -180,12 +166,13 @@ def _launch(
     activation: GateActivation,
     quantized_from: int | None,
 ) -> None:
-    """`x`: [T, heads, size]. `quantized_from`: of a matrix `out`. Absent tensors are passed as `x`, and never read."""
+    """`x`: [T, heads, size]. Absent tensors are passed as `x`, and never read."""
     tokens, heads, size = x.shape
     assert x.stride(-1) == 1 and (gate is None or gate.stride(-1) == 1)
     launch = config(chip_of(x.device), size)
     rows = tokens * heads
-    kept = keep_quantized(out, quantized_from if launch["BLOCK"] >= ACTIVATION_GROUP else None)
+    whole_runs = size % ACTIVATION_GROUP == 0 or (heads == 1 and launch["BLOCK"] >= ACTIVATION_GROUP)
+    kept = keep_quantized(out, quantized_from) if whole_runs and out.dim() == 2 else None
     norm_kernel[(cdiv(rows, launch["ROWS"]),)](
         x,
         x if residual is None else residual,
@@ -195,8 +182,7 @@ def _launch(
         x if gate is None else gate,
         x if residual_out is None else residual_out,
         out,
-        x if kept is None else kept.values,
-        x if kept is None else kept.scales,
+        *of_kernel(kept, x),
         rows,
         heads,
         x.stride(0),
@@ -204,8 +190,6 @@ def _launch(
         0 if residual is None else residual.stride(0),
         0 if gate is None else gate.stride(0),
         0 if gate is None else gate.stride(1),
-        0 if kept is None else kept.values.stride(0),
-        0 if kept is None else kept.scales.stride(0),
         floor,
         SIZE=size,
         RESIDUAL=residual is not None,
