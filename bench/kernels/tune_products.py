@@ -6,7 +6,8 @@
     python bench/kernels/tune_products.py --provider gluon       what is chosen already against one provider's
     python bench/kernels/tune_products.py --chosen               only times what is chosen already
 
-Every candidate is held against the reference first. Candidates are compiled by several processes, then timed by one.
+FP8 products are timed with rows that a norm or a gate has quantized, but where --unquantized says otherwise. Every
+candidate is held against the reference first. Candidates are compiled by several processes, then timed by one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from allotrope.ops.matmul.launch import (
 )
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.plain import pack_plain
+from allotrope.ops.matmul.quantized_rows import keep_quantized
 from allotrope.ops.matmul.weight import QuantizedWeight
 from bench.kernels.cases.products import BLOCK, _codes
 from bench.kernels.model_shapes import shapes_of
@@ -93,7 +95,8 @@ def write_report(path: Path, lines: Sequence[Line], command: str, device: str) -
     rows = []
     for line in sorted(lines, key=lambda line: (line.key, line.rows)):
         launch, (copied, computed) = line.launch, line.rates
-        ours = "warp-specialized" if launch.provider == "gluon" else "swap-AB" if launch.swap_ab else "no swap"
+        tiles = "swap-AB" if launch.swap_ab else "no swap"
+        ours = {"gluon": "warp-specialized", "sliced_k": "sliced-K"}.get(launch.provider, tiles)
         rows.append(
             {
                 "product": line.key,
@@ -134,22 +137,24 @@ def shapes(models: Sequence[Path], ranks: Sequence[int], chip: str) -> list[tupl
     return list((found if models else {**found, **dict(others())}).items())
 
 
-def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
-    """Launches worth trying for so many rows."""
+def candidates(shape: Shape, rows: int, quantized: bool) -> Iterator[Launch]:
+    """Launches worth trying for so many rows, which may have been quantized before."""
     usual = -(-rows // shape.experts) if shape.experts else rows
     if shape.kind == "mxfp4":
         yield from _of_four_bits(shape, usual)
         return
+    if usual <= 16:
+        yield from _of_sliced_k(shape, usual)
     fp8 = shape.kind == "fp8"
     if not shape.experts and not fp8:
         yield from _of_plain(shape, rows)
         return
     if fp8 and not shape.experts and usual <= 128:
-        yield from _of_fp8(shape, usual)
+        yield from _of_fp8(shape, usual, quantized)
     elif usual <= 128:
         heights = [h for h in (8, 16, 32, 64) if min(usual, 64) / 2 <= h <= max(16, 4 * usual)]
         # Rounding in the product saves a launch, and costs every step a barrier.
-        rounds = (True, False) if fp8 else (True,)
+        rounds = (False,) if quantized else (True, False) if fp8 else (True,)
         for height, columns, stages, inside in itertools.product(heights, (64, 128), (2, 3, 5), rounds):
             yield Launch(height, columns, 1, True, inside, 4, stages)
         if not shape.gated:
@@ -166,7 +171,20 @@ def candidates(shape: Shape, rows: int) -> Iterator[Launch]:
             yield GLUON
 
 
-def _of_fp8(shape: Shape, rows: int) -> Iterator[Launch]:
+def _of_sliced_k(shape: Shape, rows: int) -> Iterator[Launch]:
+    """As `candidates`, of products whose inputs a program's warps share out."""
+    block_m, codes = (8 if rows <= 8 else 16), 1 if shape.kind == "fp8" else 2
+    for block_n, slices, block_k in itertools.product((16, 32), (2, 4, 8, 16), (128,) if codes == 1 else (64, 128)):
+        # Each of 4 warps has a product of 16 rows of weights.
+        if block_n * slices < 64 or slices * block_k >= 2 * shape.inputs:
+            continue
+        step = codes * slices * block_k * (block_n * (2 if shape.gated else 1) + block_m)
+        for stages in (2, 3, 4):
+            if step * stages <= 200_000:
+                yield Launch(block_m, block_n, slices, True, False, 4, stages, block_k, "sliced_k")
+
+
+def _of_fp8(shape: Shape, rows: int, quantized: bool) -> Iterator[Launch]:
     """As `candidates`, of one FP8 weight and few rows."""
     fewest = rows if rows <= 32 else 32 if rows <= 64 else 64
     heights = [h for h in (8, 16, 32, 64) if fewest <= h <= max(16, 2 * rows)]
@@ -175,8 +193,9 @@ def _of_fp8(shape: Shape, rows: int) -> Iterator[Launch]:
     for height, columns in itertools.product(heights, (64, 128)):
         tiles = -(-shape.outputs // columns) * -(-rows // height)
         splits = [split for split in shares if split == 1 or 60 <= tiles * split <= 1100]
-        # Of few rows rounding in the product saves a launch; it costs every step a barrier.
-        for split, stages, inside in itertools.product(splits, (2, 3, 4), (True, False) if rows <= 16 else (False,)):
+        # Of few rows rounding in the product may save a launch; it costs every step a barrier.
+        rounds = (True, False) if rows <= 16 and not quantized else (False,)
+        for split, stages, inside in itertools.product(splits, (2, 3, 4), rounds):
             yield Launch(height, columns, split, True, inside, 4, stages)
         if rows > 16:
             # Wide tiles read the rows less often.
@@ -247,17 +266,37 @@ def weight_of(shape: Shape, device: torch.device) -> tuple[Any, Any]:
     return weight, pack(QuantizedWeight(weight.format, weight.values.clone(), weight.scales.clone()))
 
 
-def rows_of(shape: Shape, rows: int, topk: int, device: torch.device) -> dict[str, Any]:
-    """Activations and, for experts, whose rows they are."""
+def quantized_before(x: torch.Tensor) -> torch.Tensor:
+    """`x`, its rows quantized as if the kernel that wrote it had done so."""
+    from allotrope.ops.matmul.triton_quantize import quantize_rows
+
+    values, scales = quantize_rows(x.clone(), whole=True)
+    kept = keep_quantized(x, 1)
+    assert kept is not None
+    kept.values.copy_(values)
+    kept.scales.copy_(scales.t())
+    return x
+
+
+def finds_quantized(shape: Shape, unquantized: str) -> bool:
+    """Whether rows come quantized: to FP8 products that are neither an expert's second nor one of these words."""
+    others = any(word in shape.key + ";" for word in unquantized.split(",") if word)
+    return shape.kind == "fp8" and not others and (shape.gated or not shape.experts)
+
+
+def rows_of(shape: Shape, rows: int, topk: int, device: torch.device, before: bool) -> dict[str, Any]:
+    """Activations and, for experts, whose rows they are. `before`: they come quantized."""
     torch.manual_seed(0)
     if not shape.experts:
-        return {"x": torch.randn(rows, shape.inputs, device=device).bfloat16()}
+        x = torch.randn(rows, shape.inputs, device=device).bfloat16()
+        return {"x": quantized_before(x) if before else x}
     tokens = max(1, rows // topk)
     experts = torch.rand(tokens, shape.experts, device=device).topk(topk).indices.flatten().sort().values
     expert_offsets = torch.searchsorted(experts, torch.arange(shape.experts, device=device), right=True).int()
     # The second product has its rows in order.
     x = torch.randn(tokens if shape.gated else len(experts), shape.inputs, device=device).bfloat16()
     sorted_token_ids = torch.randint(tokens, (len(experts),), device=device).int() if shape.gated else None
+    x = quantized_before(x) if before else x
     return {"x": x, "expert_offsets": expert_offsets, "sorted_token_ids": sorted_token_ids}
 
 
@@ -289,7 +328,7 @@ def compile_all(job: tuple[Shape, int, int, list[Launch]]) -> list[str]:
     device, failed = torch.device("cuda"), []
     # Constants of the kernel are what counts, not sizes.
     shape = dataclasses.replace(shape, outputs=256, inputs=512)
-    given = rows_of(shape, rows, topk, device)
+    given = rows_of(shape, rows, topk, device, before=False)
     _, prepared = weight_of(shape, device)
     for launch in launches:
         try:
@@ -309,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="only what has not been measured on this chip")
     parser.add_argument("--only", default="", help="shapes whose name, with a ; behind it, has one of these, by commas")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="tokens; experts get topk times as many rows")
+    parser.add_argument("--unquantized", default="", help="shapes, as of --only, whose FP8 rows come as they are")
     parser.add_argument("--out", type=Path, help="also write what is found to this JSON file")
     parser.add_argument("--chosen", action="store_true", help="time what is chosen already, and choose nothing")
     parser.add_argument("--provider", help="try launches of this one alone, beside what is chosen already")
@@ -326,9 +366,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [launch_for(shape, rows, chip)]
         if options.chosen:
             return chosen
+        found = list(candidates(shape, rows, finds_quantized(shape, options.unquantized)))
         if options.provider is None:
-            return list(candidates(shape, rows))
-        others = [one for one in candidates(shape, rows) if one.provider == options.provider and one not in chosen]
+            return found
+        others = [one for one in found if one.provider == options.provider and one not in chosen]
         return chosen + others if others else []
 
     def tokens_of(shape: Shape, topk: int) -> list[int]:
@@ -378,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         weight, prepared = weight_of(shape, device)
         best: dict[str, Launch] = {}
         for rows in tokens_of(shape, topk):
-            given = rows_of(shape, rows * topk, topk, device)
+            given = rows_of(shape, rows * topk, topk, device, finds_quantized(shape, options.unquantized))
             want = reference(shape, weight, given)
             gating = GATING if shape.gated else None
             runs = []

@@ -16,7 +16,7 @@ from allotrope.ops.matmul.fp8 import ACTIVATION_GROUP, Fp8, quantize_rows
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import GLUON, PYTORCH, Launch
 from allotrope.ops.matmul.mxfp4 import MXFP4
-from allotrope.ops.matmul.plain import pack_plain
+from allotrope.ops.matmul.plain import PLAIN, pack_plain
 from allotrope.ops.matmul.providers import multiply
 from allotrope.ops.matmul.weight import Format, QuantizedWeight
 
@@ -26,6 +26,9 @@ INT4, INT4_BY_128, INT4_CHANNEL = Int4(32), Int4(128), Int4(0)
 
 
 def weight_of(format: Format, *shape: int, rows: int = 1) -> QuantizedWeight:
+    if format is PLAIN:
+        values = torch.randn(shape, device=DEVICE).div_(shape[-1] ** 0.5).bfloat16()
+        return QuantizedWeight(format, values, values)
     made = format.quantize(torch.randn(shape) / shape[-1] ** 0.5, rows)
     return QuantizedWeight(format, made.values.to(DEVICE), made.scales.to(DEVICE))
 
@@ -89,6 +92,28 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 384), (19, 41, 448)])
 def test_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
+    check_one_weight(format, rows, tokens, outputs, inputs, launch)
+
+
+SLICED_K = {
+    "8 rows": Launch(8, 16, 8, quantize=False, num_stages=3, provider="sliced_k", block_k=64),
+    "16 rows": Launch(16, 32, 4, quantize=False, num_stages=2, provider="sliced_k"),
+}
+
+
+@pytest.mark.parametrize("launch", SLICED_K.values(), ids=SLICED_K)
+@pytest.mark.parametrize(
+    ("format", "rows"),
+    [(BLOCK, 128), (BLOCK, 1), (CHANNEL, 1), (PLAIN, 1)],
+    ids=["block", "rows", "channel", "plain"],
+)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 384), (19, 41, 1348), (8, 256, 1024)])
+def test_sliced_k(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
+    """Fewer runs of inputs than slices, and more; several tiles of rows."""
+    check_one_weight(format, rows, tokens, outputs, inputs, launch)
+
+
+def check_one_weight(format: Format, rows: int, tokens: int, outputs: int, inputs: int, launch: Launch) -> None:
     """Odd sizes, x and y cut out of wider memory, nothing beyond read or written."""
     torch.manual_seed(tokens)
     weight, bias = weight_of(format, outputs, inputs, rows=rows), torch.randn(outputs, device=DEVICE).bfloat16()
@@ -126,8 +151,13 @@ def test_scratch_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first[1].any() and not side[1].any()
 
 
-@pytest.mark.parametrize("launch", [LAUNCHES["weights left"], LAUNCHES["rows left"]], ids=["left", "right"])
-@pytest.mark.parametrize("format", [BLOCK, MXFP4, INT4], ids=["block", "mxfp4", "int4"])
+EXPERT_LAUNCHES = [
+    *((format, LAUNCHES[launch]) for format in (BLOCK, MXFP4, INT4) for launch in ("weights left", "rows left")),
+    *((format, launch) for format in (BLOCK, PLAIN) for launch in SLICED_K.values()),
+]
+
+
+@pytest.mark.parametrize(("format", "launch"), EXPERT_LAUNCHES, ids=str)
 @pytest.mark.parametrize(
     "gating",
     [None, GatedActivation(), GatedActivation(slope=1.702, limit=1.0, offset=1.0)],

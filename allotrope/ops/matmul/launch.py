@@ -58,16 +58,17 @@ class Shape:
         return cls(kind, experts[0] if experts else 0, outputs, inputs, bool(gated))
 
 
-Provider = Literal["triton", "pytorch", "gluon"]
+Provider = Literal["triton", "sliced_k", "pytorch", "gluon"]
 
 
 @dataclass(frozen=True)
 class Launch:
     """`block_m`, `block_n`: rows and outputs of a program's tile. `split_k`: programs that share the inputs. `swap_ab`:
     the weights are the left operand. `quantize`: FP8 activations are rounded in the product, not before it. `block_k`:
-    inputs of a step, but for FP8 weights. `provider`: "triton"; "pytorch", whose product does it all; "gluon", whose
-    groups of warps have tasks of their own: of one FP8 weight and at most `block_m` rows (64 or 128) Stream-K, and of
-    experts, whose tiles have sizes of their own. Where the provider does not know how, Triton takes the same tiles.
+    inputs of a step, but for FP8 weights. `provider`: "triton"; "sliced_k", in which `split_k` groups of a program's
+    warps share the inputs; "pytorch", whose product does it all; "gluon", whose groups of warps have tasks of their
+    own: of one FP8 weight and at most `block_m` rows (64 or 128) Stream-K, and of experts, whose tiles have sizes of
+    their own. Where PyTorch or Gluon does not know how, Triton takes the same tiles.
     """
 
     block_m: int

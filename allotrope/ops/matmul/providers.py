@@ -1,8 +1,9 @@
 """Products on a GPU: the measured launch of a shape says which provider multiplies it.
 
-The providers are our Triton kernel for one weight and for many (`triton.py`), PyTorch's products (`library.py` for FP8,
-`torch.mm`), and on Hopper the warp-specialized Gluon kernels: Stream-K for few rows of one FP8 weight (`gluon_fp8.py`),
-and for many rows of experts (`gluon_experts_fp8.py`, `gluon_experts_fp4.py`). Must not know layers.
+The providers are our Triton kernels for one weight and for many (`triton.py`; `triton_sliced_k.py` for few rows),
+PyTorch's products (`library.py` for FP8, `torch.mm`), and on Hopper the warp-specialized Gluon kernels: Stream-K for
+one FP8 weight (`gluon_fp8.py`), and for many rows of experts (`gluon_experts_fp8.py`, `gluon_experts_fp4.py`). Must not
+know layers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from allotrope.kernels.chip import chip_of
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.matmul import gluon_experts_fp4, gluon_experts_fp8, gluon_fp8
+from allotrope.ops.matmul import gluon_experts_fp4, gluon_experts_fp8, gluon_fp8, triton_sliced_k
 from allotrope.ops.matmul.launch import FEW_PLAIN_ROWS, Launch, Shape, launch_for, tuned_name, within
 from allotrope.ops.matmul.library import in_library, scaled_product
 from allotrope.ops.matmul.packed_weight import PackedWeight
@@ -54,7 +55,7 @@ def multiply(
     """
     rows = len(x) if sorted_token_ids is None else len(sorted_token_ids)
     outputs = weight.outputs // 2 if gating else weight.outputs
-    assert launch is None or launch.split_k == 1 or not gating
+    assert launch is None or launch.split_k == 1 or not gating or launch.provider == "sliced_k"
     if x.shape[1] != weight.inputs:
         raise ValueError(f"rows of {x.shape[1]} numbers for a weight of {weight.inputs} inputs")
     if not rows:
@@ -69,6 +70,18 @@ def multiply(
         return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if launch.provider == "sliced_k":
+        triton_sliced_k.multiply(
+            x,
+            weight,
+            launch,
+            out,
+            bias=bias,
+            expert_offsets=expert_offsets,
+            sorted_token_ids=sorted_token_ids,
+            gating=gating,
+        )
+        return out
     if launch.provider == "gluon" and expert_offsets is None and gluon_fp8.supports(weight, rows, launch, bias):
         gluon_fp8.multiply(x, weight, launch, out)
         return out

@@ -44,7 +44,7 @@ from allotrope.ops.matmul.tile_tables import TileTables
 from allotrope.ops.matmul.triton_fp4 import walk_fp4
 from allotrope.ops.matmul.triton_int4 import walk_int4
 from allotrope.ops.matmul.triton_quantize import quantize, quantize_rows
-from allotrope.ops.matmul.triton_tile_table import most_tiles, table_of_tiles, tiles_of_experts
+from allotrope.ops.matmul.triton_tile_table import most_tiles, rows_of_tile, table_of_tiles
 from allotrope.ops.matmul.weight import Format
 
 
@@ -206,11 +206,7 @@ def product_kernel(
         end = tl.load(expert_offsets + tl.minimum(expert, experts - 1))
         first = tl.where(expert < experts, first, end)
     elif EXPERTS:
-        start_of, end_of, behind, tiles_of = tiles_of_experts(expert_offsets, experts, EXPERTS, BLOCK_M)
-        expert = tl.sum((behind <= tile).to(tl.int32), 0)
-        mine = tl.arange(0, EXPERTS) == expert
-        first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * BLOCK_M, 0), 0)
-        end = tl.sum(tl.where(mine, end_of, 0), 0)
+        expert, first, end = rows_of_tile(tile, expert_offsets, experts, EXPERTS, BLOCK_M)
     if first < end:
         row = first + tl.arange(0, BLOCK_M)
         # Rows behind the last are read as the last, and not written.

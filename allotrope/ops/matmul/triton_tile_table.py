@@ -31,6 +31,17 @@ def tiles_of_experts(expert_offsets, experts, EXPERTS: tl.constexpr, ROWS: tl.co
     return start, end, tl.cumsum(tiles, 0), tiles
 
 
+@triton.jit
+def rows_of_tile(tile, expert_offsets, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Of one tile of ROWS rows: its expert, its first row, and the row behind the expert's last; first is not before
+    that where nobody needs the tile."""
+    start_of, end_of, behind, tiles_of = tiles_of_experts(expert_offsets, experts, EXPERTS, ROWS)
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    mine = tl.arange(0, EXPERTS) == expert
+    first = tl.sum(tl.where(mine, start_of + (tile - (behind - tiles_of)) * ROWS, 0), 0)
+    return expert, first, tl.sum(tl.where(mine, end_of, 0), 0)
+
+
 @pdl_jit(do_not_specialize=["tiles"])
 def tiles_kernel(expert_offsets, table, experts, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Expert and first row of every tile of ROWS rows, for many tiles; `experts` for those that nobody needs."""
