@@ -173,7 +173,9 @@ def test_what_was_measured_can_be_read() -> None:
     for path in launch.FOLDER.glob("*.json"):
         for key, buckets in tuned(path.stem).items():
             assert all(bucket(int(rows)) == int(rows) for rows in buckets), key
-            assert not any("gated" in key and found.split_k > 1 for found in buckets.values())
+            # Programs that share inputs have no whole sums to gate; warps of one program do.
+            shared = [found for found in buckets.values() if found.split_k > 1 and found.provider != "sliced_k"]
+            assert "gated" not in key or not shared
 
 
 def test_rules_take_groups_of_warps_for_four_bits_where_chips_know_how() -> None:

@@ -170,14 +170,12 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch) -> dict[str, 
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Few rows of one weight and of experts, in both formats."""
+    """Few rows of one weight in both formats, and of experts."""
     made = []
     for name, kind, experts, launch in (
         ("fp8", "fp8", 0, Launch(8, 16, 8, num_stages=3, provider="sliced_k")),
-        ("fp8 16 rows", "fp8", 0, Launch(16, 32, 4, num_stages=3, provider="sliced_k")),
         ("fp8 experts gated", "fp8", 512, Launch(8, 16, 4, num_stages=3, provider="sliced_k")),
         ("plain", "plain", 0, Launch(8, 16, 8, num_stages=3, provider="sliced_k", block_k=64)),
-        ("plain experts gated", "plain", 128, Launch(8, 16, 4, num_stages=3, provider="sliced_k", block_k=64)),
     ):
         fp8 = kind == "fp8"
         none = torch.empty(0)
