@@ -6,6 +6,8 @@ A program owns a run of one token's columns. Bytes moved: gate, up and y, and y 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,18 @@ def gate(x, y, slope, limit, offset, ACTIVATION: tl.constexpr, LIMIT: tl.constex
     else:
         value = tl.sigmoid(x) * y
     return value
+
+
+def gate_arguments(gating: GatedActivation | None) -> dict[str, Any]:
+    """What kernels of products hand to `gate`, by name; None: they gate nothing."""
+    one = gating or GatedActivation()
+    return {
+        "slope": one.slope,
+        "limit": one.limit or 0.0,
+        "offset": one.offset,
+        "ACTIVATION": ACTIVATIONS[one.activation] if gating else -1,
+        "LIMIT": one.limit is not None,
+    }
 
 
 @pdl_jit(do_not_specialize=["scale_stride"])

@@ -29,7 +29,7 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
+from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate, gate_arguments
 from allotrope.ops.matmul.mxfp4 import TILE_ROWS
 from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.triton_fp4 import numbers
@@ -212,10 +212,7 @@ def multiply(
         descriptor(x, [128, 64]), descriptor(weight.values.flatten(0, 3), [64, 32]), weight.scales,
         out if bias is None else bias, expert_offsets, table, out, weight.experts, outputs, *weight.values.shape[1:3],
         weight.scales.stride(0), 0 if bias is None else bias.stride(0), out.stride(0),
-        gating.slope if gating else 0.0, (gating.limit if gating else None) or 0.0, gating.offset if gating else 0.0,
-        ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
-        LIMIT=gating is not None and gating.limit is not None, BIAS=bias is not None, STAGES=_STAGES,
-        REGISTERS=_REGISTERS, num_warps=4,
+        **gate_arguments(gating), BIAS=bias is not None, STAGES=_STAGES, REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 

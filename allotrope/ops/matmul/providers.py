@@ -8,6 +8,8 @@ know layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -70,17 +72,14 @@ def multiply(
         return _in_torch(x, weight.values[0], bias, out)
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    given: dict[str, Any] = {
+        "bias": bias,
+        "expert_offsets": expert_offsets,
+        "sorted_token_ids": sorted_token_ids,
+        "gating": gating,
+    }
     if launch.provider == "sliced_k":
-        triton_sliced_k.multiply(
-            x,
-            weight,
-            launch,
-            out,
-            bias=bias,
-            expert_offsets=expert_offsets,
-            sorted_token_ids=sorted_token_ids,
-            gating=gating,
-        )
+        triton_sliced_k.multiply(x, weight, launch, out, **given)
         return out
     if launch.provider == "gluon" and expert_offsets is None and gluon_fp8.supports(weight, rows, launch, bias):
         gluon_fp8.multiply(x, weight, launch, out)
@@ -96,17 +95,7 @@ def multiply(
         inner = x if sorted_token_ids is None else x.index_select(0, sorted_token_ids)
         gluon_experts_fp4.multiply(inner, weight, expert_offsets, tiles_of, out, bias, gating)
         return out
-    return launch_product(
-        x,
-        weight,
-        launch,
-        out,
-        bias=bias,
-        expert_offsets=expert_offsets,
-        sorted_token_ids=sorted_token_ids,
-        gating=gating,
-        tile_tables=tile_tables,
-    )
+    return launch_product(x, weight, launch, out, tile_tables=tile_tables, **given)
 
 
 def _in_torch(

@@ -27,7 +27,7 @@ from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.side_stream import on_side_stream
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
+from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate, gate_arguments
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.int4 import Int4
 from allotrope.ops.matmul.launch import (
@@ -340,14 +340,10 @@ def launch_product(
         weight.scales.stride(2),
         bias.stride(0) if bias is not None and bias.dim() == 2 else 0,
         out.stride(0),
-        gating.slope if gating else 0.0,
-        (gating.limit if gating else None) or 0.0,
-        gating.offset if gating else 0.0,
         TABLE=table is not None,
         GATHER=sorted_token_ids is not None,
         BIAS=bias is not None,
-        ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
-        LIMIT=gating is not None and gating.limit is not None,
+        **gate_arguments(gating),
         **_constants(weight, outputs, launch, chip_of(x.device)),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

@@ -26,15 +26,13 @@ from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, pdl_jit
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.tiles import cdiv, next_power_of_2
 from allotrope.ops.gated_activation import GatedActivation
-from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate
+from allotrope.ops.gated_activation.triton import ACTIVATIONS, gate, gate_arguments
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.launch import Launch
 from allotrope.ops.matmul.packed_weight import PackedWeight
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.triton_quantize import quantize_rows
 from allotrope.ops.matmul.triton_tile_table import most_tiles, rows_of_tile
-
-FORMATS = ("fp8", "plain")
 
 
 @triton.jit
@@ -92,22 +90,24 @@ def sliced_k_kernel(
             run = begin // BLOCK_K + slice
             run_there = (run * BLOCK_K < inputs)[:, None]
             k = (run * BLOCK_K)[:, None, None]
-            rows_there = (k + depth[None, :, None] < inputs) & mine[:, None, :]
-            weights_there = k + depth[None, None, :] < inputs
-            a_scale = run_there
-            near_scale = run_there
-            far_scale = run_there
             if FP8:
                 # A run is there as a whole.
                 rows_there = (run_there & mine)[:, None, :]
                 weights_there = run_there[:, :, None]
                 a_scale = tl.load(a_scales + run[:, None] * x_scale_stride, mask=run_there & mine, other=0.0)
                 near_scale = tl.load(near + run[:, None] * scale_run, mask=run_there, other=0.0)
-                if ACTIVATION >= 0:
-                    far_scale = tl.load(far + run[:, None] * scale_run, mask=run_there, other=0.0)
+            else:
+                rows_there = (k + depth[None, :, None] < inputs) & mine[:, None, :]
+                weights_there = k + depth[None, None, :] < inputs
+                # There are no scales.
+                a_scale = run_there
+                near_scale = run_there
             numbers = tl.load(a + k, mask=rows_there, other=0.0)
             acc = _add_slices(acc, w + k, near_scale, numbers, a_scale, weights_there, FP8)
             if ACTIVATION >= 0:
+                far_scale = near_scale
+                if FP8:
+                    far_scale = tl.load(far + run[:, None] * scale_run, mask=run_there, other=0.0)
                 other = _add_slices(other, up + k, far_scale, numbers, a_scale, weights_there, FP8)
         y = tl.sum(acc, 0)
         if BIAS:
@@ -133,7 +133,7 @@ def multiply(
     sorted_token_ids: torch.Tensor | None = None,
     gating: GatedActivation | None = None,
 ) -> None:
-    """Arguments as of `providers.multiply`; `out` is written. The weight is of one of `FORMATS`."""
+    """Arguments as of `providers.multiply`; `out` is written. The weight is FP8 or plain."""
     fp8 = weight.format.name == "fp8"
     x_scales = None
     if fp8:
@@ -146,11 +146,8 @@ def multiply(
         weight.values.stride(0), weight.values.stride(1), weight.scales.stride(0), weight.scales.stride(1),
         0 if weight.row_scales else weight.scales.stride(2),
         bias.stride(0) if bias is not None and bias.dim() == 2 else 0, out.stride(0),
-        gating.slope if gating else 0.0, (gating.limit if gating else None) or 0.0, gating.offset if gating else 0.0,
-        GATHER=sorted_token_ids is not None, BIAS=bias is not None,
-        ACTIVATION=ACTIVATIONS[gating.activation] if gating else -1,
-        LIMIT=gating is not None and gating.limit is not None, **_constants(weight, outputs, launch),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **gate_arguments(gating), GATHER=sorted_token_ids is not None, BIAS=bias is not None,
+        **_constants(weight, outputs, launch), num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
 
 
@@ -170,12 +167,12 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch) -> dict[str, 
 
 @specializations
 def released(chip: Chip) -> list[Specialization]:
-    """Few rows of one weight in both formats, and of experts."""
-    made = []
+    """Few rows of one weight in both formats, and of experts; not fewer than the matrix units of a chip take."""
+    made, rows = [], 8 if chip.vendor == "nvidia" else 16
     for name, kind, experts, launch in (
-        ("fp8", "fp8", 0, Launch(8, 16, 8, num_stages=3, provider="sliced_k")),
-        ("fp8 experts gated", "fp8", 512, Launch(8, 16, 4, num_stages=3, provider="sliced_k")),
-        ("plain", "plain", 0, Launch(8, 16, 8, num_stages=3, provider="sliced_k", block_k=64)),
+        ("fp8", "fp8", 0, Launch(rows, 16, 8, num_stages=3, provider="sliced_k")),
+        ("fp8 experts gated", "fp8", 512, Launch(rows, 16, 4, num_stages=3, provider="sliced_k")),
+        ("plain", "plain", 0, Launch(rows, 16, 8, num_stages=3, provider="sliced_k", block_k=64)),
     ):
         fp8 = kind == "fp8"
         none = torch.empty(0)
@@ -183,8 +180,9 @@ def released(chip: Chip) -> list[Specialization]:
         numbers = "*fp8e4nv:16" if fp8 else "*bf16:16"
         signature = {"x": numbers, "values": numbers, "scales": "*fp32:16" if fp8 else numbers, "out": "*bf16:16"}
         signature |= dict.fromkeys(("rows", "experts", "x_scale_stride", "scale_expert", "scale_row"), "i32")
-        signature |= dict.fromkeys(("outputs", "inputs", "x_stride", "expert_stride", "code_stride"), "i32:16")
-        signature |= dict.fromkeys(("out_stride",), "i32:16") | dict.fromkeys(("slope", "limit", "offset"), "fp32")
+        signature |= dict.fromkeys(("outputs", "inputs", "x_stride", "expert_stride"), "i32:16")
+        signature |= dict.fromkeys(("code_stride", "out_stride"), "i32:16")
+        signature |= dict.fromkeys(("slope", "limit", "offset"), "fp32")
         constants: dict[str, Any] = {"GATHER": experts > 0, "BIAS": False, "LIMIT": False, "bias": None}
         constants |= {"ACTIVATION": ACTIVATIONS["silu"] if experts else -1, "scale_run": 1, "bias_stride": 1}
         constants |= _constants(weight, 6144 if experts else 12288, launch)
