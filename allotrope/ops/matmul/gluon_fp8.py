@@ -2,11 +2,12 @@
 
     y_i = W x_i for row i; W = value(code) * scale
 
-All rows by BLOCK_N outputs are a tile, and 128 inputs of it a step. The steps of all tiles are one line, cut into as
+All rows by 128 outputs are a tile, and 128 inputs of it a step. The steps of all tiles are one line, cut into as
 many equal runs as there are multiprocessors: whatever the number of tiles, none of these waits for others at the end. A
-program walks along its run. One group of warps fetches, two multiply, each half of a tile's outputs. The sums of a tile
-that lies in several runs are added, in order, by the last of its programs. Memory traffic: codes and scales once, rows
-once per tile (from the L2 cache), and at most two parts of a tile per program. Method: Osama et al., "Stream-K", 2023.
+program walks along its run. One group of warps fetches, scales too, for a load in the others' loops would hold up each
+step; two multiply, each half of a tile's outputs. The sums of a tile that lies in several runs are added, in order, by
+the last of its programs. Memory traffic: codes and scales once, rows once per tile (from the L2 cache), and at most two
+parts of a tile per program. Method: Osama et al., "Stream-K", 2023.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,12 +16,13 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from allotrope.kernels.chip import Chip, chip_of
 from allotrope.kernels.gluon.descriptor import descriptor, descriptor_type
 from allotrope.kernels.gluon.ring import ring
-from allotrope.kernels.gluon.versions import barrier, load_tile
+from allotrope.kernels.gluon.versions import barrier, load_rows, load_tile
 from allotrope.kernels.pdl import gdc_launch_dependents, gdc_wait, with_pdl
 from allotrope.kernels.registry import Specialization, specializations
 from allotrope.kernels.side_stream import on_side_stream
@@ -33,24 +35,37 @@ from allotrope.ops.matmul.triton_quantize import quantize_rows
 _REGISTERS = 240
 # Bytes of shared memory that tiles may take.
 _SHARED = 208 << 10
+# Outputs of a tile, and of one group's half.
+BLOCK_N = 128
+_COLUMNS = gl.constexpr(BLOCK_N // 2)
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def _fetch(
-    x, values, x_tiles, w_tiles, ready, free, begin, stop, steps, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
+    x, x_scales, values, scales, x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, rows, outputs, begin,
+    stop, steps, x_scale_stride, scale_row, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The fetching group: rows and both halves of a tile's weights, of every step of the run."""
+    """The fetching group: rows and both halves of a tile's weights, and their scales, of every step of the run."""
+    # Rows and outputs behind the last are scaled as the last, and not written.
+    row_scales = x_scales + gl.minimum(gl.arange(0, HALVES * 64, layout=_LINE), rows - 1)
+    half_column = gl.arange(0, 2, layout=_LINE) * _COLUMNS
     for i in range(stop - begin):
         slot = i % STAGES
         tile = (begin + i) // steps
-        k = (begin + i - tile * steps) * 128
+        step = begin + i - tile * steps
         mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(slot), HALVES * x.block_type.nbytes + 2 * values.block_type.nbytes)
-        load_tile(values, [tile * (2 * COLUMNS), k], ready.index(slot), w_tiles.index(2 * slot))
-        load_tile(values, [tile * (2 * COLUMNS) + COLUMNS, k], ready.index(slot), w_tiles.index(2 * slot + 1))
+        column = tile * (2 * _COLUMNS)
+        load_tile(values, [column, step * 128], ready.index(slot), w_tiles.index(2 * slot))
+        load_tile(values, [column + _COLUMNS, step * 128], ready.index(slot), w_tiles.index(2 * slot + 1))
         for half in gl.static_range(HALVES):
-            load_tile(x, [half * 64, k], ready.index(slot), x_tiles.index(HALVES * slot + half))
+            load_tile(x, [half * 64, step * 128], ready.index(slot), x_tiles.index(HALVES * slot + half))
+        load_rows(x_scale_tiles.index(slot), row_scales + step * x_scale_stride)
+        columns = gl.minimum(column + half_column, outputs - 1)
+        load_rows(w_scale_tiles.index(slot), scales + columns // 128 * scale_row + step)
+        async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
 
 
 @gluon.jit
@@ -60,11 +75,18 @@ def _run_of(step, steps_of_all, programs):
 
 
 @gluon.jit
-def _store(out, low, high, rows, outputs, column, out_stride, HALVES: gl.constexpr, COLUMNS: gl.constexpr):
+def _scales_of(x_scales, w_scales, sums: gl.constexpr, FIRST: gl.constexpr, WHICH: gl.constexpr):
+    """Scales of the sums of 64 rows from the one called FIRST."""
+    layout: gl.constexpr = gl.SliceLayout(1, sums)
+    return gl.expand_dims(x_scales.slice(FIRST, 64).load(layout) * w_scales.slice(WHICH, 1).load(layout), 1)
+
+
+@gluon.jit
+def _store(out, low, high, rows, outputs, column, out_stride, HALVES: gl.constexpr):
     """`low`: sums of the first 64 rows, `high` of the next if there are two halves."""
     sums: gl.constexpr = low.type.layout
     row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, sums)), 1)
-    at = gl.expand_dims(column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
+    at = gl.expand_dims(column + gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
     to = out + row.to(gl.int64) * out_stride + at
     gl.store(to, low.to(out.dtype.element_ty), mask=(row < rows) & (at < outputs))
     if HALVES == 2:
@@ -75,11 +97,11 @@ def _store(out, low, high, rows, outputs, column, out_stride, HALVES: gl.constex
 @gluon.jit
 def _add_parts(
     out, low, high, own, arrivals, row, rows, outputs, column, out_stride, tile, first, steps, tiles,
-    WHICH: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
+    WHICH: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Store this program's sums of a tile, from step `first` of it. The last of the tile's programs adds those of all.
     `own`: of this half of the outputs, in the first part of program 0."""
-    size: gl.constexpr = 64 * COLUMNS
+    size: gl.constexpr = 64 * _COLUMNS
     there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
     mine = own + (2 * gl.program_id(0) + (first == 0).to(gl.int32)) * (2 * HALVES * size)
     gl.store(mine, low, mask=there_low)
@@ -102,64 +124,54 @@ def _add_parts(
             if HALVES == 2:
                 high += gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
         gl.store(arrivals + 2 * tile + WHICH, 0)
-        _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
+        _store(out, low, high, rows, outputs, column, out_stride, HALVES)
 
 
 @gluon.jit
 def _multiply(
-    x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin, stop, steps, tiles,
-    x_scale_stride, scale_row, out_stride, WHICH: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
+    x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, out, parts, arrivals, rows, outputs, begin, stop,
+    steps, tiles, out_stride, WHICH: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One multiplying group: all rows by one half of the outputs of each tile of the run."""
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, sums))
-    # Rows behind the last are scaled as the last, and not written.
-    low_row, high_row = gl.minimum(row, rows - 1), gl.minimum(row + 64, rows - 1)
-    inside = gl.expand_dims(row * COLUMNS, 1)
-    inside += gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
+    inside = gl.expand_dims(row * _COLUMNS, 1)
+    inside += gl.expand_dims(gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
     # Parts of a program: of the tile that it goes on with, and of the one that it begins and does not end.
-    own = parts + WHICH * (HALVES * 64 * COLUMNS) + inside
+    own = parts + WHICH * (HALVES * 64 * _COLUMNS) + inside
     position, count = begin, begin * 0
     while position < stop:
         tile = position // steps
         first = position - tile * steps
         last = gl.minimum(steps, first + stop - position)
-        column = tile * (2 * COLUMNS) + WHICH * COLUMNS
-        # The second half of the last tile may not be there; nothing of it is written.
-        tile_scales = scales + gl.minimum(column, outputs - 1) // 128 * scale_row
-        low = gl.zeros([64, COLUMNS], gl.float32, sums)
-        high = gl.zeros([64, COLUMNS], gl.float32, sums)
+        column = tile * (2 * _COLUMNS) + WHICH * _COLUMNS
+        low = gl.zeros([64, _COLUMNS], gl.float32, sums)
+        high = gl.zeros([64, _COLUMNS], gl.float32, sums)
         # Overwritten by each product: it has registers of its own that nothing else waits for.
-        part = gl.zeros([64, COLUMNS], gl.float32, sums)
-        step_scales = x_scales + first * x_scale_stride
-        low_scale, w_scale = gl.load(step_scales + low_row), gl.load(tile_scales + first)
-        high_scale = gl.load(step_scales + high_row) if HALVES == 2 else low_scale
-        for i in range(first, last):
+        part = gl.zeros([64, _COLUMNS], gl.float32, sums)
+        for _ in range(first, last):
             slot = count % STAGES
-            ahead = gl.minimum(i + 1, last - 1)
-            step_scales = x_scales + ahead * x_scale_stride
-            next_low, next_w = gl.load(step_scales + low_row), gl.load(tile_scales + ahead)
-            next_high = gl.load(step_scales + high_row) if HALVES == 2 else next_low
             mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
+            x_scales, w_scales = x_scale_tiles.index(slot), w_scale_tiles.index(slot)
+            scale = _scales_of(x_scales, w_scales, sums, 0, WHICH)
             w = w_tiles.index(2 * slot + WHICH).permute((1, 0))
             part = warpgroup_mma(x_tiles.index(HALVES * slot), w, part, use_acc=False)
             if HALVES == 2:
-                low += part * gl.expand_dims(low_scale * w_scale, 1)
+                low += part * scale
+                scale = _scales_of(x_scales, w_scales, sums, 64, WHICH)
                 part = warpgroup_mma(x_tiles.index(HALVES * slot + 1), w, part, use_acc=False)
                 mbarrier.arrive(free.index(slot), count=1)
-                high += part * gl.expand_dims(high_scale * w_scale, 1)
+                high += part * scale
             else:
                 mbarrier.arrive(free.index(slot), count=1)
-                low += part * gl.expand_dims(low_scale * w_scale, 1)
-            low_scale, high_scale, w_scale = next_low, next_high, next_w
+                low += part * scale
             count += 1
         if last - first == steps:
-            _store(out, low, high, rows, outputs, column, out_stride, HALVES, COLUMNS)
+            _store(out, low, high, rows, outputs, column, out_stride, HALVES)
         else:
             _add_parts(
                 out, low, high, own, arrivals, row, rows, outputs, column, out_stride, tile, first, steps, tiles, WHICH,
-                HALVES, COLUMNS,
+                HALVES,
             )  # fmt: skip
         position += last - first
 
@@ -168,11 +180,11 @@ def _multiply(
 @gluon.jit(do_not_specialize=["rows", "steps", "tiles", "x_scale_stride"])
 def stream_kernel(
     x, x_scales, values, scales, out, parts, arrivals, rows, outputs, steps, tiles, x_scale_stride, scale_row,
-    out_stride, HALVES: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    out_stride, HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`x`: [rows, padded] e4m3, by [64, 128]; at most HALVES * 64 rows. `values`: [outputs, padded], by [COLUMNS, 128].
-    `tiles`: of 2 * COLUMNS outputs, of `steps` steps each. `arrivals`: of both halves of each tile; they end as they
-    begin, 0.
+    """`x`: [rows, padded] e4m3, by [64, 128]; at most HALVES * 64 rows. `values`: [outputs, padded], by half of the
+    outputs of a tile and 128 inputs. `tiles`: of `steps` steps each. `arrivals`: of both halves of each tile; they end
+    as they begin, 0.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -180,17 +192,21 @@ def stream_kernel(
     begin = gl.program_id(0) * all_steps // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [HALVES * STAGES, 64, 128], x.layout)
-    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, COLUMNS, 128], values.layout)
-    ready, free = ring(STAGES, 2)
+    x_scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES * 64], _SCALES)
+    w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, _COLUMNS, 128], values.layout)
+    w_scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2], _SCALES)
+    # Each of the fetching threads arrives with the scales that it copies, one of them with the rest as well.
+    ready, free = ring(STAGES, 2, 128 + 1)
     fence_async_shared()
     barrier()
     gl.warp_specialize(
         [
-            (_multiply, (x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin,
-                         stop, steps, tiles, x_scale_stride, scale_row, out_stride, 0, HALVES, COLUMNS, STAGES)),
-            (_multiply, (x_tiles, w_tiles, ready, free, x_scales, scales, out, parts, arrivals, rows, outputs, begin,
-                         stop, steps, tiles, x_scale_stride, scale_row, out_stride, 1, HALVES, COLUMNS, STAGES)),
-            (_fetch, (x, values, x_tiles, w_tiles, ready, free, begin, stop, steps, HALVES, COLUMNS, STAGES)),
+            (_multiply, (x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, out, parts, arrivals, rows,
+                         outputs, begin, stop, steps, tiles, out_stride, 0, HALVES, STAGES)),
+            (_multiply, (x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, out, parts, arrivals, rows,
+                         outputs, begin, stop, steps, tiles, out_stride, 1, HALVES, STAGES)),
+            (_fetch, (x, x_scales, values, scales, x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, rows,
+                      outputs, begin, stop, steps, x_scale_stride, scale_row, HALVES, STAGES)),
         ],
         [4, 4],
         [REGISTERS, 24],
@@ -207,29 +223,30 @@ def supports(weight: PackedWeight, rows: int, launch: Launch, bias: torch.Tensor
         and weight.scale_rows == 128
         and not weight.row_scales
         and rows <= launch.block_m
+        and launch.block_n == BLOCK_N
         and bias is None
         and chip.has_wgmma
-        and 2 * programs * halves * 64 * launch.block_n <= PARTS
-        and 2 * cdiv(weight.outputs, launch.block_n) <= TILES
+        and 2 * programs * halves * 64 * BLOCK_N <= PARTS
+        and 2 * cdiv(weight.outputs, BLOCK_N) <= TILES
     )
 
 
 def multiply(x: torch.Tensor, weight: PackedWeight, launch: Launch, out: torch.Tensor) -> None:
-    """`out`: [n, outputs], written into. `launch`: `block_m` 64 or 128, `block_n` 128 or 256. Needs `supports`."""
+    """`out`: [n, outputs], written into. `launch`: `block_m` 64 or 128. Needs `supports`."""
     values, x_scales = quantize_rows(x)
     chip = chip_of(x.device)
-    columns, steps, tiles = launch.block_n // 2, weight.padded_inputs // 128, cdiv(weight.outputs, launch.block_n)
+    steps, tiles = weight.padded_inputs // 128, cdiv(weight.outputs, BLOCK_N)
     parts, arrivals = scratch(x.device, on_side_stream(x.device))
     stream_kernel[(min(chip.num_sms, tiles * steps),)](
-        descriptor(values, [64, 128]), x_scales, descriptor(weight.values[0], [columns, 128]), weight.scales, out,
-        parts, arrivals, len(out), weight.outputs, steps, tiles, x_scales.stride(1), weight.scales.stride(1),
-        out.stride(0), HALVES=launch.block_m // 64, COLUMNS=columns,
-        STAGES=_stages(launch.block_m, launch.block_n), REGISTERS=_REGISTERS, num_warps=4,
+        descriptor(values, [64, 128]), x_scales, descriptor(weight.values[0], [BLOCK_N // 2, 128]),
+        weight.scales, out, parts, arrivals, len(out), weight.outputs, steps, tiles, x_scales.stride(1),
+        weight.scales.stride(1), out.stride(0), HALVES=launch.block_m // 64, STAGES=_stages(launch.block_m),
+        REGISTERS=_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
-def _stages(block_m: int, block_n: int) -> int:
-    return _SHARED // ((block_m + block_n) * 128)
+def _stages(block_m: int) -> int:
+    return _SHARED // ((block_m + BLOCK_N) * 128)
 
 
 @specializations
@@ -238,18 +255,14 @@ def released(chip: Chip) -> list[Specialization]:
     if not chip.has_wgmma:
         return []
     made = []
-    for block_m, block_n in ((64, 128), (64, 256), (128, 128), (128, 256)):
-        columns = block_n // 2
-        blocks = {"x": [64, 128], "values": [columns, 128]}
+    for block_m in (64, 128):
+        blocks = {"x": [64, 128], "values": [BLOCK_N // 2, 128]}
         signature = {name: descriptor_type(torch.float8_e4m3fn, block) for name, block in blocks.items()}
         signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16", "out": "*bf16:16"}
         signature |= {"parts": "*fp32:16", "arrivals": "*i32:16"}
         signature |= dict.fromkeys(("rows", "steps", "tiles", "x_scale_stride", "scale_row"), "i32")
         signature |= {"outputs": "i32:16", "out_stride": "i32:16"}
-        constants = {"HALVES": block_m // 64, "COLUMNS": columns, "STAGES": _stages(block_m, block_n)}
+        constants = {"HALVES": block_m // 64, "STAGES": _stages(block_m)}
         constants |= {"REGISTERS": _REGISTERS}
-        # Numbers of a run, read again for each tile.
-        spills = 16 if (block_m, block_n) == (128, 256) else 0
-        name = f"fp8 Stream-K {block_m}x{block_n}"
-        made.append(Specialization(name, stream_kernel, signature, constants, 4, 1, spills))
+        made.append(Specialization(f"fp8 Stream-K, {block_m} rows", stream_kernel, signature, constants, 4, 1))
     return made
