@@ -16,7 +16,7 @@ from page_tables import filled, write
 
 from allotrope.commands.planned_layouts import figures_for
 from allotrope.config import EngineConfig
-from allotrope.engine.planning.plan_report import report_model
+from allotrope.engine.planning.plan_report import report_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -57,7 +57,7 @@ def row(recipe: Recipe) -> str:
         max_model_len=CONTEXT,
         max_num_seqs=SEQUENCES,
     )
-    report = report_model(config, None, figures_for(CHIP, None))
+    report = report_memory(config, None, figures_for(CHIP, None))
     if report.tokens is None or report.tokens < LEAST * CONTEXT:
         raise ValueError(f"{recipe.title} on {recipe.gpus} GPUs: {report.refusal or f'{report.tokens} tokens'}")
     ranks = f" -tp {recipe.gpus}" if recipe.gpus > 1 else ""

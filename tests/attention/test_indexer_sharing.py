@@ -70,10 +70,10 @@ class Exchange:
     [
         ("dsa", "picking", "reference", 2, (7, 330, 9, 150)),
         ("dsa", "picking", "reference", 3, (7, 330, 9, 150)),
-        ("dsa", "picking", "triton", 2, (90, 9)),
+        ("dsa", "picking", "triton", 2, (50, 9)),
         ("csa", "chosen", "reference", 2, (7, 130, 9, 50)),
         ("csa", "chosen", "reference", 3, (7, 130, 9, 50)),
-        ("csa", "chosen", "triton", 2, (70, 9)),
+        ("csa", "chosen", "triton", 2, (50, 9)),
     ],
 )
 def test_ranks_select_what_one_selects(

@@ -214,16 +214,16 @@ def test_the_cached_catalogue_is_listed_without_torch(tmp_path: Path) -> None:
         assert command != ("families",) or shown == first
     older = json.loads(whole)
     older["sources"], older["families"] = "of other files", []
-    for text in (json.dumps(older), whole[: len(whole) // 2], "[]", "null"):
-        kept.write_text(text)
-        assert catalogue_in(tmp_path) == whole
-
-
-def catalogue_in(cache: Path) -> str:
-    """The kept copy after one look."""
-    code = "from allotrope.commands.catalogue import catalogue; catalogue()"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"XDG_CACHE_HOME": str(cache)}, check=True)
-    return (cache / "allotrope" / "catalogue.json").read_text()
+    damaged = [json.dumps(older), whole[: len(whole) // 2], "[]", "null"]
+    code = (
+        "import json, sys; from pathlib import Path; from allotrope.commands.catalogue import catalogue\n"
+        "for text in json.load(sys.stdin):\n"
+        "    Path(sys.argv[1]).write_text(text); catalogue(); print(Path(sys.argv[1]).read_text())"
+    )
+    words = [sys.executable, "-c", code, str(kept)]
+    given = {"input": json.dumps(damaged), "env": os.environ | environment}
+    done = subprocess.run(words, **given, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [whole] * len(damaged)
 
 
 def test_the_catalogue_is_listed_without_a_cache(tmp_path: Path) -> None:

@@ -234,18 +234,20 @@ class ModelReport:
         return [f"of these for speculative decoding: {'; '.join(parts)}"] if parts else []
 
 
-def report_model(config: EngineConfig, memory: int | None = None, figures: ChipFigures | None = None) -> ModelReport:
+def report_memory(config: EngineConfig, memory: int | None = None, figures: ChipFigures | None = None) -> ModelReport:
     """The memory that `config` takes on a device with `memory` bytes; default: what is free on the device now.
     `figures`: plan for this chip, and by default for its memory; no device is asked then.
 
-    Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory. Where it cannot have so
-    many ranks, the error says how many it can have.
+    Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
     """
-    if not has_weights(config):
-        # Those of a hub id need not be downloaded for this.
-        config = dataclasses.replace(config, load_format="dummy")
-    if figures is not None and memory is None:
-        memory = int(figures.memory.value)
+    config, memory = _as_planned(config, memory, figures)
+    return _try(config, config.layout, memory, figures)
+
+
+def report_model(config: EngineConfig, memory: int | None = None, figures: ChipFigures | None = None) -> ModelReport:
+    """As `report_memory`, with what the ranks share, and how many the model can have. Where it cannot have so many, the
+    error says so; where it does not fit, the refusal names a number that does."""
+    config, memory = _as_planned(config, memory, figures)
     try:
         report = _try(config, config.layout, memory, figures)
     except ModelError as error:
@@ -269,6 +271,18 @@ def report_model(config: EngineConfig, memory: int | None = None, figures: ChipF
             return dataclasses.replace(report, refusal=f"{report.refusal} {either} --tensor-parallel-size {ranks}.")
         ranks *= 2
     return report
+
+
+def _as_planned(
+    config: EngineConfig, memory: int | None, figures: ChipFigures | None
+) -> tuple[EngineConfig, int | None]:
+    """`config` and `memory` of a plan, which needs no weights."""
+    if not has_weights(config):
+        # Those of a hub id need not be downloaded for this.
+        config = dataclasses.replace(config, load_format="dummy")
+    if figures is not None and memory is None:
+        memory = int(figures.memory.value)
+    return config, memory
 
 
 def _formats_from(load_plan: LoadPlan, config: EngineConfig) -> str:
