@@ -12,8 +12,8 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent.parent
-# For each kind of processor: what torch.cpu must report here, what PyTorch and oneDNN are told to use at most, and which
-# blocks of GGUF are multiplied. With mins, or of two planes: of each kind, the compiler takes seconds.
+# For each kind of processor: what torch.cpu must report here, what PyTorch and oneDNN are told to use at
+# most, and which blocks of GGUF are multiplied: the compiler takes seconds for one kind of these.
 KINDS = {
     "x86-64-v3": ("_is_avx2_supported", "avx2", "AVX2", "q6_k"),
     "x86-64-v4": ("_is_avx512_supported", "avx512", "AVX512_CORE", "q4_k"),
