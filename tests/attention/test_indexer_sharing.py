@@ -70,7 +70,7 @@ class Exchange:
     [
         ("dsa", "picking", "reference", 2, (7, 330, 9, 150)),
         ("dsa", "picking", "reference", 3, (7, 330, 9, 150)),
-        ("dsa", "picking", "triton", 2, (50, 9)),
+        ("dsa", "picking", "triton", 2, (90, 9)),
         ("csa", "chosen", "reference", 2, (7, 130, 9, 50)),
         ("csa", "chosen", "reference", 3, (7, 130, 9, 50)),
         ("csa", "chosen", "triton", 2, (50, 9)),
