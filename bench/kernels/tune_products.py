@@ -202,7 +202,7 @@ def _of_fp8(shape: Shape, rows: int, quantized: bool) -> Iterator[Launch]:
             for split, stages in itertools.product(splits, (3, 4)):
                 yield Launch(height, 2 * columns, split, True, False, 8, stages)
     # Stream-K.
-    yield Launch(64 if rows <= 64 else 128, 128, 1, False, False, 8, 3, provider="gluon")
+    yield dataclasses.replace(GLUON, block_m=64 if rows <= 64 else 128)
 
 
 def _of_plain(shape: Shape, rows: int) -> Iterator[Launch]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from device_under_test import DEVICE
@@ -325,7 +327,7 @@ def test_equal_shares_of_a_weight(outputs: int, inputs: int, tokens: int, block_
     want = Fp8().activations(x) @ weight.dequantize().T
     memory = torch.full((tokens + 1, outputs + 16), 7.0, device=DEVICE).bfloat16()
     out = memory[:tokens, :outputs]
-    launch = Launch(block_m, 128, swap_ab=False, quantize=False, num_warps=8, num_stages=3, provider="gluon")
+    launch = replace(GLUON, block_m=block_m)
     prepared = pack(weight)
     check(multiply(x, prepared, out=out, launch=launch), want)
     assert bool((memory[:, outputs:] == 7).all()) and bool((memory[tokens] == 7).all())

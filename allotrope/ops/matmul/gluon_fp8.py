@@ -36,8 +36,8 @@ _REGISTERS = 240
 # Bytes of shared memory that tiles may take.
 _SHARED = 208 << 10
 # Outputs of a tile, and of one group's half.
-BLOCK_N = 128
-_COLUMNS = gl.constexpr(BLOCK_N // 2)
+_BLOCK_N = 128
+_COLUMNS = gl.constexpr(_BLOCK_N // 2)
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -216,18 +216,17 @@ def stream_kernel(
 def supports(weight: PackedWeight, rows: int, launch: Launch, bias: torch.Tensor | None) -> bool:
     """Whether this kernel supports the product on the weight's device."""
     chip = chip_of(weight.values.device)
-    programs, halves = chip.num_sms, launch.block_m // 64
     return (
         weight.format.name == "fp8"
         and not weight.experts
         and weight.scale_rows == 128
         and not weight.row_scales
         and rows <= launch.block_m
-        and launch.block_n == BLOCK_N
+        and launch.block_n == _BLOCK_N
         and bias is None
         and chip.has_wgmma
-        and 2 * programs * halves * 64 * BLOCK_N <= PARTS
-        and 2 * cdiv(weight.outputs, BLOCK_N) <= TILES
+        and 2 * chip.num_sms * launch.block_m * _BLOCK_N <= PARTS
+        and 2 * cdiv(weight.outputs, _BLOCK_N) <= TILES
     )
 
 
@@ -235,10 +234,10 @@ def multiply(x: torch.Tensor, weight: PackedWeight, launch: Launch, out: torch.T
     """`out`: [n, outputs], written into. `launch`: `block_m` 64 or 128. Needs `supports`."""
     values, x_scales = quantize_rows(x)
     chip = chip_of(x.device)
-    steps, tiles = weight.padded_inputs // 128, cdiv(weight.outputs, BLOCK_N)
+    steps, tiles = weight.padded_inputs // 128, cdiv(weight.outputs, _BLOCK_N)
     parts, arrivals = scratch(x.device, on_side_stream(x.device))
     stream_kernel[(min(chip.num_sms, tiles * steps),)](
-        descriptor(values, [64, 128]), x_scales, descriptor(weight.values[0], [BLOCK_N // 2, 128]),
+        descriptor(values, [64, 128]), x_scales, descriptor(weight.values[0], [_BLOCK_N // 2, 128]),
         weight.scales, out, parts, arrivals, len(out), weight.outputs, steps, tiles, x_scales.stride(1),
         weight.scales.stride(1), out.stride(0), HALVES=launch.block_m // 64, STAGES=_stages(launch.block_m),
         REGISTERS=_REGISTERS, num_warps=4,
@@ -246,7 +245,7 @@ def multiply(x: torch.Tensor, weight: PackedWeight, launch: Launch, out: torch.T
 
 
 def _stages(block_m: int) -> int:
-    return _SHARED // ((block_m + BLOCK_N) * 128)
+    return _SHARED // ((block_m + _BLOCK_N) * 128)
 
 
 @specializations
@@ -256,7 +255,7 @@ def released(chip: Chip) -> list[Specialization]:
         return []
     made = []
     for block_m in (64, 128):
-        blocks = {"x": [64, 128], "values": [BLOCK_N // 2, 128]}
+        blocks = {"x": [64, 128], "values": [_BLOCK_N // 2, 128]}
         signature = {name: descriptor_type(torch.float8_e4m3fn, block) for name, block in blocks.items()}
         signature |= {"x_scales": "*fp32:16", "scales": "*fp32:16", "out": "*bf16:16"}
         signature |= {"parts": "*fp32:16", "arrivals": "*i32:16"}
