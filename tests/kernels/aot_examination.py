@@ -64,6 +64,8 @@ UNTIMED_SPILLS: dict[str, dict[str, int]] = {
     "sm_100": {"gdn verify by channel": 8, "mla decode 128 heads block-scaled sparse": 24},
     "sm_120": {
         "mla decode 128 heads block-scaled sparse": 32,
+        "fp8 many rows": 24,
+        "fp8 experts many rows gated": 24,
         "mxfp4 experts many rows": 160,
         "rope store 128 interleaved": 8,
         "int4 many rows": 384,

@@ -50,7 +50,8 @@ def _fetch(
     """The fetching group: rows and both halves of a tile's weights, and their scales, of every step of the run."""
     # Rows and outputs behind the last are scaled as the last, and not written.
     row_scales = x_scales + gl.minimum(gl.arange(0, HALVES * 64, layout=_LINE), rows - 1)
-    half_column = gl.arange(0, 2, layout=_LINE) * _COLUMNS
+    # 128 outputs share a scale, and so a tile has one.
+    tile_scales = scales + gl.arange(0, 1, layout=_LINE)
     for i in range(stop - begin):
         slot = i % STAGES
         tile = (begin + i) // steps
@@ -63,8 +64,7 @@ def _fetch(
         for half in gl.static_range(HALVES):
             load_tile(x, [half * 64, step * 128], ready.index(slot), x_tiles.index(HALVES * slot + half))
         load_rows(x_scale_tiles.index(slot), row_scales + step * x_scale_stride)
-        columns = gl.minimum(column + half_column, outputs - 1)
-        load_rows(w_scale_tiles.index(slot), scales + columns // 128 * scale_row + step)
+        load_rows(w_scale_tiles.index(slot), tile_scales + tile * scale_row + step)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
 
 
@@ -75,10 +75,10 @@ def _run_of(step, steps_of_all, programs):
 
 
 @gluon.jit
-def _scales_of(x_scales, w_scales, sums: gl.constexpr, FIRST: gl.constexpr, WHICH: gl.constexpr):
+def _scales_of(x_scales, w_scale, sums: gl.constexpr, FIRST: gl.constexpr):
     """Scales of the sums of 64 rows from the one called FIRST."""
     layout: gl.constexpr = gl.SliceLayout(1, sums)
-    return gl.expand_dims(x_scales.slice(FIRST, 64).load(layout) * w_scales.slice(WHICH, 1).load(layout), 1)
+    return gl.expand_dims(x_scales.slice(FIRST, 64).load(layout) * w_scale.load(layout), 1)
 
 
 @gluon.jit
@@ -152,13 +152,13 @@ def _multiply(
         for _ in range(first, last):
             slot = count % STAGES
             mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
-            x_scales, w_scales = x_scale_tiles.index(slot), w_scale_tiles.index(slot)
-            scale = _scales_of(x_scales, w_scales, sums, 0, WHICH)
+            x_scales, w_scale = x_scale_tiles.index(slot), w_scale_tiles.index(slot)
+            scale = _scales_of(x_scales, w_scale, sums, 0)
             w = w_tiles.index(2 * slot + WHICH).permute((1, 0))
             part = warpgroup_mma(x_tiles.index(HALVES * slot), w, part, use_acc=False)
             if HALVES == 2:
                 low += part * scale
-                scale = _scales_of(x_scales, w_scales, sums, 64, WHICH)
+                scale = _scales_of(x_scales, w_scale, sums, 64)
                 part = warpgroup_mma(x_tiles.index(HALVES * slot + 1), w, part, use_acc=False)
                 mbarrier.arrive(free.index(slot), count=1)
                 high += part * scale
@@ -194,7 +194,7 @@ def stream_kernel(
     x_tiles = gl.allocate_shared_memory(gl.float8e4nv, [HALVES * STAGES, 64, 128], x.layout)
     x_scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES * 64], _SCALES)
     w_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, _COLUMNS, 128], values.layout)
-    w_scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2], _SCALES)
+    w_scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1], _SCALES)
     # Each of the fetching threads arrives with the scales that it copies, one of them with the rest as well.
     ready, free = ring(STAGES, 2, 128 + 1)
     fence_async_shared()

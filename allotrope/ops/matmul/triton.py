@@ -50,7 +50,7 @@ from allotrope.ops.matmul.weight import Format
 
 @triton.jit
 def _add_fp8(acc, a, a_scale, w, w_scale, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """`w_scale`: [BLOCK_N], or with ONE_SCALE one number."""
+    """`w_scale`: [BLOCK_N], or with ONE_SCALE the same number for each row [BLOCK_M]."""
     if UPCAST:
         a, w = a.to(tl.bfloat16), w.to(tl.bfloat16)
     if SWAP_AB:
@@ -69,42 +69,29 @@ def _add_fp8(acc, a, a_scale, w, w_scale, SWAP_AB: tl.constexpr, UPCAST: tl.cons
 @triton.jit
 def _walk_fp8(
     acc, x, x_scales, row_mask, gate_tile, up_tile, near_scales, far_scales, column_mask, begin, stop, inputs,
-    x_scale_stride,
-    scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
+    x_scale_stride, scale_run, GATED: tl.constexpr, QUANTIZE: tl.constexpr, SWAP_AB: tl.constexpr, UPCAST: tl.constexpr,
+    ONE_SCALE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Inputs from `begin` to `stop`. `x`: pointers [BLOCK_M, 1]; `x_scales`: [BLOCK_M]; `near`, `far`: [BLOCK_N, 1];
-    `near_scales`, `far_scales`: [BLOCK_N], or with ONE_SCALE one. Returns the sums of the near weights and of the far.
-    """
+    `near_scales`, `far_scales`: as of `_add_fp8`. Returns the sums of the near weights and of the far."""
     other = acc
     depth = tl.arange(0, 128)
     row_there = tl.max(row_mask.to(tl.int32), 1) > 0
-    mask = tl.max(column_mask.to(tl.int32), 1) > 0
-    if ONE_SCALE:
-        mask = begin < stop
-    next_gate_tile = tl.load(near_scales + begin // 128 * scale_run, mask=mask, other=0.0)
-    next_up_tile = next_gate_tile
-    if GATED:
-        next_up_tile = tl.load(far_scales + begin // 128 * scale_run, mask=mask, other=0.0)
-    next_a = tl.zeros(row_there.shape, tl.float32)
-    if not QUANTIZE:
-        next_a = tl.load(x_scales + begin // 128 * x_scale_stride, mask=row_there, other=0.0)
-    for k in range(begin, stop, 128):
-        near_scale, far_scale, a_scale = next_gate_tile, next_up_tile, next_a
-        ahead = k // 128 + 1
-        more = mask & (k + 128 < stop)
-        next_gate_tile = tl.load(near_scales + ahead * scale_run, mask=more, other=0.0)
-        if GATED:
-            next_up_tile = tl.load(far_scales + ahead * scale_run, mask=more, other=0.0)
+    there = (begin < stop) if ONE_SCALE else tl.max(column_mask.to(tl.int32), 1) > 0
+    # Of a loop that names its stages Triton fetches scales ahead too, as it does tiles.
+    for k in tl.range(begin, stop, 128, num_stages=NUM_STAGES):
+        run = k // 128
+        near_scale = tl.load(near_scales + run * scale_run, mask=there, other=0.0)
         if QUANTIZE:
             inside = row_mask & (k + depth < inputs)[None, :]
             a, a_scale = quantize(tl.load(x + (k + depth)[None, :], mask=inside, other=0.0).to(tl.float32))
         else:
-            next_a = tl.load(x_scales + ahead * x_scale_stride, mask=row_there & (k + 128 < stop), other=0.0)
+            a_scale = tl.load(x_scales + run * x_scale_stride, mask=row_there, other=0.0)
             a = tl.load(x + (k + depth)[None, :], mask=row_mask, other=0.0)
         w = tl.load(gate_tile + (k + depth)[None, :], mask=column_mask, other=0.0)
         acc = _add_fp8(acc, a, a_scale, w, near_scale, SWAP_AB, UPCAST, ONE_SCALE)
         if GATED:
+            far_scale = tl.load(far_scales + run * scale_run, mask=there, other=0.0)
             w = tl.load(up_tile + (k + depth)[None, :], mask=column_mask, other=0.0)
             other = _add_fp8(other, a, a_scale, w, far_scale, SWAP_AB, UPCAST, ONE_SCALE)
     return acc, other
@@ -185,6 +172,7 @@ def product_kernel(
     SPLIT_K: tl.constexpr,
     SWAP_AB: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """`x`: [.., inputs]; with GATHER row i is its row `sorted_token_ids[i]`. `values`: [experts, outputs (twice that
@@ -220,7 +208,7 @@ def product_kernel(
         w = own + column.to(tl.int64)[:, None] * code_stride
         v = w + tl.cast(outputs, tl.int64) * code_stride
         s = scales + expert.to(tl.int64) * scale_expert
-        scaled = block * BLOCK_N if ONE_SCALE else column
+        scaled = block * BLOCK_N + tl.zeros((BLOCK_M,), tl.int32) if ONE_SCALE else column
         gate_tile = s + (scaled // SCALE_ROWS).to(tl.int64) * scale_row
         up_tile = s + ((scaled + outputs) // SCALE_ROWS).to(tl.int64) * scale_row
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), tl.float32)
@@ -234,6 +222,7 @@ def product_kernel(
             acc, other = _walk_fp8(
                 acc, a, taken, row_mask, w, v, gate_tile, up_tile, column_mask, begin, stop, inputs, x_scale_stride,
                 0 if ROW_SCALES else scale_run, GATED, QUANTIZE, SWAP_AB, UPCAST, ONE_SCALE,
+                NUM_STAGES,
             )  # fmt: skip
         elif KIND == "plain":
             acc, other = _walk_plain(
@@ -368,6 +357,7 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch, chip: Chip) -
         "SPLIT_K": launch.split_k,
         "SWAP_AB": launch.swap_ab,
         "BLOCK_K": launch.block_k if weight.format.name != "fp8" else 128,
+        "NUM_STAGES": launch.num_stages,
         "GROUP": weight.format.group_size if weight.format.name == "int4" else 0,
     }
 

@@ -52,7 +52,7 @@ def sliced_k_kernel(
     x_scale_stride, expert_stride, code_stride, scale_expert, scale_row, scale_run, bias_stride, out_stride, slope,
     limit, offset, FP8: tl.constexpr, EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCALE_ROWS: tl.constexpr,
     ONE_SCALE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Arguments as of `triton.product_kernel`; `inputs`: with FP8 whole runs of 128. ONE_SCALE: a program's outputs
     share their scales."""
@@ -86,7 +86,8 @@ def sliced_k_kernel(
         a_scales = x_scales + token[None, :] if FP8 else a
         acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
         other = acc
-        for begin in range(0, inputs, SLICES * BLOCK_K):
+        # Of a loop that names its stages Triton fetches scales ahead too, as it does tiles.
+        for begin in tl.range(0, inputs, SLICES * BLOCK_K, num_stages=NUM_STAGES):
             run = begin // BLOCK_K + slice
             run_there = (run * BLOCK_K < inputs)[:, None]
             k = (run * BLOCK_K)[:, None, None]
@@ -162,6 +163,7 @@ def _constants(weight: PackedWeight, outputs: int, launch: Launch) -> dict[str, 
         "BLOCK_N": launch.block_n,
         "BLOCK_K": 128 if fp8 else launch.block_k,
         "SLICES": launch.split_k,
+        "NUM_STAGES": launch.num_stages,
     }
 
 
