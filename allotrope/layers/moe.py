@@ -66,8 +66,8 @@ class Experts(nn.Module):
         self.count, self.gating = count if held is None else len(held), gating
         counts = torch.zeros(count, dtype=torch.int64, device=build.device) if build.counts_experts else None
         self.register_buffer("load", counts, persistent=False)
-        # With expert parallel, the number of all experts of the layer; else None.
-        self.experts_of_layer = None if held is None else count
+        # With expert parallel, the number of all experts of the layer; else 0.
+        self.experts_of_layer = 0 if held is None else count
         self._activate = build.chooser.choose(GATED_ACTIVATION, GatedActivationSpec(gating, build.dtype)).run
         kind = build.dtype
         formats = build.format("gate_up", "gate") or PLAIN, build.format("down", "") or PLAIN
@@ -83,7 +83,8 @@ class Experts(nn.Module):
         outer = Placement((section,), dim=1, experts=count, held=held)
         shapes = (self.count, 2 * local, hidden), (self.count, hidden, local)
         specs = [
-            MatmulSpec(format, kind, *shape[1:], self.count) for format, shape in zip(formats, shapes, strict=True)
+            MatmulSpec(format, kind, *shape[1:], self.count, self.experts_of_layer)
+            for format, shape in zip(formats, shapes, strict=True)
         ]
         self.matmuls = tuple(WeightMatmul(GROUPED_MATMUL, spec, build) for spec in specs)
         self.quantized_from = self.matmuls[0].quantized_from
@@ -135,7 +136,7 @@ class Experts(nn.Module):
         expert's output, and is called last. Returns [T, hidden], this rank's part of the sum over the ranks.
         """
         held = None
-        if self.experts_of_layer is not None:
+        if self.experts_of_layer:
             experts, held = self._slots_of(experts), self.count
         # Where ranks share the width of an expert, one of them adds its bias.
         down_bias = self.down_bias if self.rank == 0 or held is not None else None
@@ -168,7 +169,7 @@ class Experts(nn.Module):
         """`experts`: [T, k]. The pairs of token and choice sorted by expert. Those of other ranks' experts come last,
         behind the last offset."""
         groups: TokenGroups = self._group(experts, self._groups)
-        if self.experts_of_layer is None:
+        if not self.experts_of_layer:
             return groups
         groups = groups._replace(expert_offsets=groups.expert_offsets[:-1])
         if experts.device.type == "cpu":

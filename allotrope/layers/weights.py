@@ -63,7 +63,10 @@ class WeightMatmul:
         """The whole weight as `run` reads it. One that is dequantized for each product says why, once."""
         if self.format is not PLAIN and not self.backend.own_layout:
             _warn(self.format.name, "; ".join(self.reasons))
-        return self.backend.pack(weight)
+        packed = self.backend.pack(weight)
+        if self.spec.experts_of_layer and isinstance(packed, PackedWeight):
+            return replace(packed, experts_of_layer=self.spec.experts_of_layer)
+        return packed
 
     def in_fp32(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The product in fp32: not rounded before, where the backend can leave that out."""

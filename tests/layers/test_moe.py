@@ -11,7 +11,7 @@ import torch
 
 from allotrope.checkpoint.weights import fill_random, finish
 from allotrope.kernels.backend import Chooser
-from allotrope.kernels.chip import CPU
+from allotrope.kernels.chip import CHIPS, CPU
 from allotrope.layers.build import Build
 from allotrope.layers.expert_placement import ExpertPlacement
 from allotrope.layers.mlp import Mlp, MlpSpec
@@ -22,6 +22,7 @@ from allotrope.ops.gated_activation import GatedActivation
 from allotrope.ops.matmul import onednn
 from allotrope.ops.matmul.fp8 import Fp8
 from allotrope.ops.matmul.gguf import GGUF_BLOCKS
+from allotrope.ops.matmul.launch import Launch, Shape, launch_for
 from allotrope.ops.matmul.mxfp4 import MXFP4
 from allotrope.ops.matmul.weight import Format
 from allotrope.ops.moe_route import reference
@@ -232,6 +233,30 @@ def test_ranks_with_whole_experts_add_up_to_the_whole(ranks: int, copies: int | 
         total += run(module, x, ids)
     assert held == EXPERTS + (copies or 0)
     torch.testing.assert_close(total, run(whole, x, ids), atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_launches_its_experts_for_the_rows_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rows that a kernel is given are those of the other rank's experts."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from allotrope.ops.matmul import providers
+
+    asked = []
+
+    def record(shape: Shape, rows: int, chip: str) -> Launch:
+        asked.append((shape.experts, rows))
+        return launch_for(shape, rows, chip)
+
+    monkeypatch.setattr(providers, "launch_for", record)
+    on_gpu = Chooser(CHIPS["sm_90"], dict.fromkeys(("moe_group", "moe_combine"), "reference"))
+    spec = MoeSpec(hidden=HIDDEN, width=WIDTH, router=ROUTERS["softmax"])
+    for ranks, held in ((1, EXPERTS), (2, EXPERTS // 2)):
+        parallel = Parallel.of(RankLayout(ranks, expert_parallel=ranks > 1), 0)
+        experts = Moe(spec, replace(build(parallel), chooser=on_gpu)).experts
+        fill_random(experts, 3)
+        experts.finish_loading()
+        assert experts.count == held
+        experts(torch.randn(9, HIDDEN), torch.rand(9, 3), torch.arange(27).remainder(EXPERTS).view(9, 3))
+    assert [number for number, _ in asked] == [EXPERTS] * 4
 
 
 @pytest.mark.parametrize("format", [MXFP4, Fp8(128), GGUF_BLOCKS["q8_0"]], ids=lambda one: one.name)

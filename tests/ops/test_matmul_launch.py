@@ -85,7 +85,6 @@ def test_rows_are_wanted_quantized_where_products_do_not_do_it(tmp_path: Path, m
 
 
 def test_other_numbers_of_experts_go_by_the_rows_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an expert-parallel rank, which has a part of the experts and of the rows."""
     monkeypatch.setattr(launch, "FOLDER", tmp_path)
     launch.forget()
     small, large = Launch(8, 64), Launch(32, 128)

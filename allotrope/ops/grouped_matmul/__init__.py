@@ -23,7 +23,7 @@ def kernels_quantized_from(spec: Any, chip: Chip) -> int | None:
     quantize rows themselves are few."""
     if spec.format.name != "fp8":
         return None
-    gated = Shape("fp8", spec.experts, spec.outputs // 2, spec.inputs, True)
+    gated = Shape("fp8", spec.experts_of_layer or spec.experts, spec.outputs // 2, spec.inputs, True)
     return None if quantize_themselves(gated, (64, 512), chip) else 1
 
 

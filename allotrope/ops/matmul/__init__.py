@@ -25,13 +25,16 @@ StoredWeight = PlainWeight | QuantizedWeight
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """`format`: of the weight. `dtype`: of activations, and of a plain weight. `experts`: 0 for one weight."""
+    """`format`: of the weight. `dtype`: of activations, and of a plain weight. `experts`: 0 for one weight.
+    `experts_of_layer`: those that its tokens choose among, where ranks hold some of them each; 0: `experts`.
+    """
 
     format: Format
     dtype: torch.dtype
     outputs: int
     inputs: int
     experts: int = 0
+    experts_of_layer: int = 0
 
 
 def _copies_nothing(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -96,7 +96,7 @@ def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
     the most that were, where that were many: their tiles are full. Fewer go as the next larger number that was; rows of
     experts as the nearest one, as each expert has its share of them, and tiles above it read weights at a lower rate.
-    Experts of which another number was measured, such as those of expert-parallel ranks, go by the rows of each.
+    Experts of which another number was measured go by the rows of each.
     """
     found, measured_rows = tuned(chip).get(shape.key, {}), rows
     if not found and (other := _nearest(shape, chip)) is not None:

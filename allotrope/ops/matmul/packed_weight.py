@@ -16,7 +16,8 @@ class PackedWeight(Weight):
     """A weight as our kernels read it; made by `Format.pack`.
 
     `values`: [E or 1, outputs, padded_inputs / pack_factor]. `scales`: [E or 1, outputs / scale_rows, groups]. MXFP4
-    lies in tiles instead: see `mxfp4`. `outputs`, `inputs`: of the plain weight. `experts`: 0 for one weight.
+    lies in tiles instead: see `mxfp4`. `outputs`, `inputs`: of the plain weight. `experts`, `experts_of_layer`: as of
+    `MatmulSpec`.
     `row_scales`: a row has one scale. `fast`: the scales are small enough for the fast way from 4 bits to bf16, and the
     chip knows it. `library_scales`: groups rounded up to fours, a group's neighbour next to it [groups, outputs / 128],
     as PyTorch's product wants them; None where rows do not share scales.
@@ -33,6 +34,7 @@ class PackedWeight(Weight):
     experts: int
     fast: bool
     library_scales: torch.Tensor | None = None
+    experts_of_layer: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:

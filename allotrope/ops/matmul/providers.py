@@ -64,7 +64,8 @@ def multiply(
         return x.new_empty((0, outputs)) if out is None else out
     chip = tuned_name(chip_of(x.device))
     kind = "fp32" if x.dtype == torch.float32 and weight.format.name != "fp8" else weight.format.name
-    shape = Shape(kind, weight.experts, outputs, weight.inputs, gating is not None)
+    # Rows of experts that other ranks hold are among `rows`: each expert has its share of those of the whole layer.
+    shape = Shape(kind, weight.experts_of_layer or weight.experts, outputs, weight.inputs, gating is not None)
     launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
     if launch.provider == "pytorch" and in_library(weight):
         return scaled_product(x, weight, bias, out)
