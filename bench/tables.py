@@ -34,6 +34,7 @@ if __name__ == "__main__":
     # The script's own folder would hide packages named as its folders are, such as `kernels`.
     sys.path[0] = str(ROOT)
 
+from allotrope.checkpoint.directory import read_safetensors_headers  # noqa: E402
 from allotrope.rank_layout import RankLayout  # noqa: E402
 from bench.engine.options import host_of  # noqa: E402
 from bench.engine.report import HOSTED, OURS  # noqa: E402
@@ -108,11 +109,12 @@ class Table:
                 found |= given.get(kind, {}).get(name, {})
         return found
 
-    def gigabytes(self, command: Command, weights: float) -> float:
-        """Of each GPU, at most: data-parallel ranks have whole weights, but for what they share of them. `weights`:
-        gigabytes of the checkpoint."""
+    def gigabytes(self, command: Command, experts: float, others: float) -> float:
+        """Of each GPU, at most: all ranks share the experts, data-parallel ones nothing else for sure. `experts`,
+        `others`: gigabytes of the checkpoint."""
         more = command.model.given.get("gigabytes", self.given["gigabytes"])
-        return len(command.engines) * (weights / command.layout.tensor + float(more))
+        weights = experts / command.layout.stage_size + others / command.layout.tensor
+        return len(command.engines) * (weights + float(more))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -265,7 +267,7 @@ def turn(table: Table, command: Command, line: Sequence[str], options: argparse.
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         **command.model.given.get("environment", {}),
     }
-    weights = sum(file.stat().st_size for file in command.model.weights(options.work).glob("*.safetensors")) / 1e9
+    experts, others = weights_of(command.model.weights(options.work))
     awaited, found = options.work / "signals" / command.name, options.work / "found" / f"{command.name}.json"
     # Of a run before: neither its word nor its figures are this one's.
     for left in (awaited, *awaited.parent.glob(f"{awaited.name}.*"), found):
@@ -277,8 +279,17 @@ def turn(table: Table, command: Command, line: Sequence[str], options: argparse.
         log=found.with_suffix(".log"),
         awaited=awaited,
         engines=len(command.engines) if "--interleave" in command.arguments else 1,
-        gigabytes=table.gigabytes(command, weights),
+        gigabytes=table.gigabytes(command, experts, others),
     )
+
+
+def weights_of(folder: Path) -> tuple[float, float]:
+    """Gigabytes of a checkpoint: those of routed experts, and the others."""
+    bytes_of = {True: 0, False: 0}
+    for file in folder.glob("*.safetensors"):
+        for name, header in read_safetensors_headers(file).items():
+            bytes_of[".experts." in name] += header.stored_bytes
+    return bytes_of[True] / 1e9, bytes_of[False] / 1e9
 
 
 def memory_of(gpu: int) -> float:

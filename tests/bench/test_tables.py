@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_scripts import BENCH, load_script
 from random_models import tiny
+from safetensors.torch import save_file
 
 from bench.engine import turns
 from bench.engine.options import parse
@@ -146,11 +148,14 @@ def test_every_command_of_every_table_is_understood(
         assert len(set(ports)) == len(ports) == sum("sglang" in engine for engine in command.engines)
 
 
-def test_data_parallel_ranks_have_room_for_whole_weights(tables: Any) -> None:
+def test_data_parallel_ranks_have_room_for_what_they_do_not_share(tables: Any, tmp_path: Path) -> None:
     table = tables.Table("layouts", ["gpt_oss"])
     more = float(table.given["gigabytes"])
-    room = {command.layout.name: table.gigabytes(command, 20.0) - more for command in table.commands()}
-    assert room == {"TP2": 10, "TP2 EP": 10, "DP2 EP": 20}
+    room = {one.layout.name: table.gigabytes(one, experts=16.0, others=4.0) - more for one in table.commands()}
+    assert room == {"TP2": 10, "TP2 EP": 10, "DP2 EP": 12}
+    for file, name, size in (("a", "model.layers.0.mlp.experts.3.up_proj.weight", 3000), ("b", "lm_head.weight", 500)):
+        save_file({name: torch.zeros(size, 1000)}, tmp_path / f"{file}.safetensors")
+    assert tables.weights_of(tmp_path) == (0.012, 0.002)
 
 
 def test_what_loads_for_minutes_loads_first(tables: Any) -> None:
