@@ -5,8 +5,9 @@ Owns types, device, attention specs, cache groups and limits of a step. Must not
 
 from __future__ import annotations
 
+import functools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from allotrope.loading.kv_scales import attention_specs
 from allotrope.ops.matmul.gguf import GgufBlocks
 from allotrope.ops.registry import registered_ops
 from allotrope.ops.sampling.sampler import Sampler
+from allotrope.rank_layout import RankLayout
 
 log = logging.getLogger("allotrope.engine")
 
@@ -59,7 +61,7 @@ class LoadPlan:
     earlier layer whose cache it reads. `max_model_len`: longest sequence. `limits`: of a step. `weight_bytes`: of the
     weights that one rank holds, those of the draft model among them. `draft`: the draft model that is asked for,
     `draft_checkpoint` where its weights are, `draft_build` how its layers are made, `draft_specs` their attention,
-    behind the model's own.
+    behind the model's own. `meta_model`: this rank's model, with parameters that take no memory.
     """
 
     checkpoint: Checkpoint
@@ -72,6 +74,7 @@ class LoadPlan:
     max_model_len: int
     limits: StepLimits
     weight_bytes: int
+    meta_model: Decoder = field(repr=False, compare=False)
     draft: DraftSpec | None = None
     draft_checkpoint: Checkpoint | None = None
     draft_build: Build | None = None
@@ -148,17 +151,12 @@ class LoadPlan:
             draft_build = replace(draft_build, parallel=parallel, chooser=own)
         return replace(self, build=replace(build, parallel=parallel, chooser=chooser), draft_build=draft_build)
 
-    def meta_model(self) -> Decoder:
-        """One rank's model, with parameters that take no memory."""
-        return make_meta_decoder(self.architecture, self.spec, self.build)
-
-    def meta_draft(self, target: Decoder) -> DraftModel | None:
-        """The draft model beside `target`, which `meta_model` made, without the parameters that they share; None
-        where the plan has none."""
+    def meta_draft(self) -> DraftModel | None:
+        """The draft model beside `meta_model`, without the parameters that they share; None where the plan has none."""
         if self.draft is None:
             return None
         assert self.draft_build is not None
-        return make_meta_draft(self.draft, target, self.draft_build)
+        return make_meta_draft(self.draft, self.meta_model, self.draft_build)
 
 
 def resolve_load_plan(
@@ -178,9 +176,7 @@ def resolve_load_plan(
     that of `config`, where it is open already.
     """
     parallel = parallel or Parallel()
-    checkpoint = checkpoint or open_checkpoint(
-        config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
-    )
+    checkpoint = checkpoint or _open(config)
     architecture, spec = read_spec(checkpoint.config, checkpoint.source)
     if config.quantization is not None:
         _state_quantization(config, checkpoint, chip)
@@ -255,10 +251,41 @@ def resolve_load_plan(
         max_model_len=max_model_len,
         limits=limits,
         weight_bytes=weight_bytes,
+        meta_model=meta,
         draft=draft,
         draft_checkpoint=draft_checkpoint,
         draft_build=draft_build,
         draft_specs=draft_specs,
+    )
+
+
+class LoadPlans:
+    """The load plans of the first rank of a model's layouts, each made once. Arguments as of `resolve_load_plan`."""
+
+    def __init__(self, config: EngineConfig, available: int | None = None, chip: Chip | None = None) -> None:
+        self._config, self._available, self._chip = config, available, chip
+        self._found: dict[RankLayout, LoadPlan] = {}
+
+    @functools.cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return _open(self._config)
+
+    def of(self, layout: RankLayout) -> LoadPlan:
+        """Raises as `resolve_load_plan` does."""
+        if layout not in self._found:
+            self._found[layout] = resolve_load_plan(
+                self._config,
+                Parallel.of(layout),
+                available=self._available,
+                chip=self._chip,
+                checkpoint=self._checkpoint,
+            )
+        return self._found[layout]
+
+
+def _open(config: EngineConfig) -> Checkpoint:
+    return open_checkpoint(
+        config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
     )
 
 

@@ -29,7 +29,7 @@ def shapes_of(model: Path, ranks: int, chip: str) -> list[tuple[Shape, int]]:
     how many experts a token takes, 1 where there are none."""
     config = EngineConfig(model=str(model), load_format="dummy")
     plan = resolve_load_plan(config, Parallel.of(RankLayout(tensor=ranks)), available=ENOUGH, chip=chip_named(chip)[0])
-    decoder = plan.meta_model()
+    decoder = plan.meta_model
     topk = {module.experts: module.router.spec.topk for module in decoder.modules() if isinstance(module, Moe)}
     found: dict[Shape, int] = {}
     for module in decoder.modules():

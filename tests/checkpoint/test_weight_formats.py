@@ -119,7 +119,7 @@ def test_the_plan_is_what_the_engine_and_dummy_weights_take(released: Path, mode
     assert report.formats_from == "the checkpoint"
     assert held_bytes(load_model(resolve_load_plan(stored), 0)) == wanted
     assert held_bytes(load_model(resolve_load_plan(stated), 0)) == wanted
-    kept = [name for name, _ in resolve_load_plan(stored).meta_model().named_parameters() if name.endswith(VALUES)]
+    kept = [name for name, _ in resolve_load_plan(stored).meta_model.named_parameters() if name.endswith(VALUES)]
     assert bool(kept) == (mode == "keep")
     # From the config alone, as of a hub id whose weights are elsewhere.
     (released / "model.safetensors").unlink()
@@ -158,7 +158,7 @@ def test_the_text_part_of_a_wrapper_states_its_formats(tmp_path: Path) -> None:
     wrapper["text_config"]["quantization_config"] = compressed(INT4, "pack-quantized", KIMI)
     (tmp_path / "config.json").write_text(json.dumps(wrapper))
     load_plan = resolve_load_plan(config(tmp_path, load_format="dummy"))
-    names = [name for name, _ in load_plan.meta_model().named_parameters() if name.endswith(VALUES)]
+    names = [name for name, _ in load_plan.meta_model.named_parameters() if name.endswith(VALUES)]
     assert names and all(".ffn.experts." in name for name in names)
 
 
@@ -170,7 +170,7 @@ def test_what_a_wrapper_excludes_has_the_names_of_its_checkpoint(tmp_path: Path)
     wrapper["quantization_config"] = quark(MXFP4, ["lm_head", *kept])
     (tmp_path / "config.json").write_text(json.dumps(wrapper))
     load_plan = resolve_load_plan(config(tmp_path, load_format="dummy"))
-    names = [name for name, _ in load_plan.meta_model().named_parameters() if name.endswith(VALUES)]
+    names = [name for name, _ in load_plan.meta_model.named_parameters() if name.endswith(VALUES)]
     assert {name.split(".")[1] for name in names if ".ffn." in name} == {str(i) for i in layers}
     assert not any(".mixer." in name for name in names)
 

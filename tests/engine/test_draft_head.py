@@ -90,7 +90,7 @@ def test_the_plan_counts_it(method: str) -> None:
             model=str(model), dtype="float32", speculative_config=option(model, method, dtype), **LOADED
         )
         load_plan = resolve_load_plan(config)
-        draft: Any = load_plan.meta_draft(load_plan.meta_model())
+        draft: Any = load_plan.meta_draft()
         counted.append(weight_bytes_of(draft))
         read.append(ModelCost(load_plan).drafted(10, (1,))["draft"].bytes)
     spec = load_plan.spec if method == "mtp" else draft.spec.model

@@ -100,7 +100,7 @@ def test_a_draft_model_costs_a_pass_for_each_draft() -> None:
     config = EngineConfig(model=str(folder), dtype="float32", speculative_config=wanted, **LOADED)
     plain = resolve_load_plan(EngineConfig(model=str(folder), dtype="float32", **LOADED))
     load_plan = resolve_load_plan(config)
-    draft = load_plan.meta_draft(load_plan.meta_model())
+    draft = load_plan.meta_draft()
     assert draft is not None and (load_plan.lookahead, plain.lookahead) == (2, 0)
     weights = sum(parameter.nbytes for parameter in draft.parameters())
     assert load_plan.weight_bytes - plain.weight_bytes == weights

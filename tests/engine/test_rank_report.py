@@ -46,7 +46,7 @@ def held(load_plans: list[LoadPlan]) -> tuple[WeightShare, int]:
     rows: dict[tuple[str, int], tuple[range, int, bool]] = {}
     for load_plan in load_plans:
         parallel = load_plan.build.parallel
-        for name, parameter in load_plan.meta_model().named_parameters():
+        for name, parameter in load_plan.meta_model.named_parameters():
             placement = placement_of(parameter)
             row = packed_bytes(parameter) // placement.local(parallel)
             for index, section in enumerate(placement.sections):
@@ -76,7 +76,7 @@ def test_shares_of_weights_add_up_to_the_model(name: str, ranks: int, tmp_path: 
     copies = resolve_load_plan(wanted, Parallel(size=ranks)).weight_bytes - mine.bytes
     total = sum(found.weights.values(), WeightShare())
     assert (total.sharded - copies, total.copied, total.replicated) == (mine.sharded, mine.copied, mine.replicated)
-    assert whole == sum(packed_bytes(parameter) for parameter in alone.meta_model().parameters())
+    assert whole == sum(packed_bytes(parameter) for parameter in alone.meta_model.parameters())
     assert all(share.bytes for share in found.weights.values())
     size = next(one for one in found.sizes if one.ranks == ranks)
     assert (size.weight_bytes, size.replicated_bytes) == (total.bytes, total.replicated)

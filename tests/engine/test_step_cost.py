@@ -186,7 +186,7 @@ def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_all_weights_are_read_but_for_tables(name: str, tmp_path: Path) -> None:
     load_plan = drawn(tmp_path, name)
-    model = load_plan.meta_model()
+    model = load_plan.meta_model
     tables = {id(p): p.nbytes for p in model.parameters() if placement_of(p).below}
     tables |= {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, Embedding)}
     tables.pop(id(model.head.weight), None)
@@ -235,8 +235,8 @@ def test_a_draft_model_costs_its_passes(tmp_path: Path) -> None:
     assert tiny_draft is not None
     mtp = '{"method": "mtp", "num_speculative_tokens": 3}'
     load_plan = drawn(tmp_path, "MiMoV2FlashForCausalLM", tiny_draft(), speculative_config=mtp)
-    cost, model = ModelCost(load_plan), load_plan.meta_model()
-    draft = load_plan.meta_draft(model)
+    cost, model = ModelCost(load_plan), load_plan.meta_model
+    draft = load_plan.meta_draft()
     assert draft is not None
     weights = sum(parameter.nbytes for parameter in draft.parameters())
     head = sum(parameter.nbytes for parameter in model.head.parameters())

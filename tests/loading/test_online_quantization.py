@@ -198,7 +198,7 @@ def test_the_plan_leaves_plain_what_the_loader_does(scheme: str, plain: str, tmp
     directory = write_tiny(LEFT_PLAIN[plain](), tmp_path).directory
     options = EngineConfig(model=str(directory), quantization=scheme, device="cpu", dtype="float32")  # type: ignore[arg-type]
     stored, dummy = (
-        dict(resolve_load_plan(one).meta_model().named_parameters())
+        dict(resolve_load_plan(one).meta_model.named_parameters())
         for one in (options, dataclasses.replace(options, load_format="dummy"))
     )
     assert {name: one.shape for name, one in dummy.items()} == {name: one.shape for name, one in stored.items()}

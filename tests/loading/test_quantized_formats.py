@@ -185,7 +185,7 @@ def test_scales_of_rows(twin: Path, tmp_path: Path) -> None:
 
 
 def sizes(load_plan: LoadPlan) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (one.shape, one.dtype) for name, one in load_plan.meta_model().named_parameters()}
+    return {name: (one.shape, one.dtype) for name, one in load_plan.meta_model.named_parameters()}
 
 
 @pytest.mark.parametrize("twin", NAMES, indirect=True)

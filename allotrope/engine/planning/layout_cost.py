@@ -88,7 +88,7 @@ class RankModel:
     layer, what of it is summed over ranks. `quantized`: the kind of each module with a quantized weight, by name."""
 
     def __init__(self, load_plan: LoadPlan) -> None:
-        model = load_plan.meta_model()
+        model = load_plan.meta_model
         self.load_plan = load_plan
         self.counted = counted_modules(model)
         self.head_cut = not model.head.whole

@@ -16,7 +16,7 @@ from allotrope.cache.memory import SHORT_CONTEXT, GroupPlan, MemoryPlan
 from allotrope.checkpoint.checkpoint import open_checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.cache_plan import CPU_TOKENS, free_of_rank, plan_caches, wants_few_tokens
-from allotrope.engine.load_plan import LoadPlan, resolve_dtype, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, LoadPlans, resolve_dtype
 from allotrope.engine.memory import weight_bytes_of
 from allotrope.engine.planning.decode_report import DecodeReport, report_decode
 from allotrope.engine.planning.rank_report import RankReport, rank_sizes, report_ranks
@@ -25,7 +25,6 @@ from allotrope.engine.report import CacheGroupSummary, ModelSummary, numbered
 from allotrope.errors import AllotropeError, ConfigError, ModelError
 from allotrope.kernels.chip import Chip
 from allotrope.kernels.chip_figures import ChipFigures
-from allotrope.layers.parallel import Parallel
 from allotrope.loading.kv_scales import attention_specs
 from allotrope.rank_layout import RankLayout
 
@@ -241,28 +240,30 @@ def report_memory(config: EngineConfig, memory: int | None = None, figures: Chip
     Raises ModelError or ConfigError if the model cannot be served at all, whatever the memory.
     """
     config, memory = _as_planned(config, memory, figures)
-    return _try(config, config.layout, memory, figures)
+    return _try(config, config.layout, LoadPlans(config, memory, _chip_of(figures)), memory, figures)
 
 
 def report_model(config: EngineConfig, memory: int | None = None, figures: ChipFigures | None = None) -> ModelReport:
     """As `report_memory`, with what the ranks share, and how many the model can have. Where it cannot have so many, the
     error says so; where it does not fit, the refusal names a number that does."""
     config, memory = _as_planned(config, memory, figures)
+    load_plans = LoadPlans(config, memory, _chip_of(figures))
     try:
-        report = _try(config, config.layout, memory, figures)
+        report = _try(config, config.layout, load_plans, memory, figures)
     except ModelError as error:
         if config.layout.size == 1:
             raise
-        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, memory, chip=_chip_of(figures))[0])
+        allowed = ", ".join(str(one.ranks) for one in rank_sizes(config, load_plans)[0])
         advice = f"numbers of ranks that the model allows: {allowed}"
         raise ModelError(config.model, [*error.reasons, advice]) from error
-    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, memory, _chip_of(figures)))
+    report = dataclasses.replace(report, tensor_parallel=report_ranks(config, load_plans))
     if report.refusal is None:
         return report
     ranks = config.tensor_parallel_size * 2
     while ranks * config.layout.size // config.tensor_parallel_size <= _MAX_RANKS:
         try:
-            more = _try(config, dataclasses.replace(config.layout, tensor=ranks), memory, figures)
+            layout = dataclasses.replace(config.layout, tensor=ranks)
+            more = _try(config, layout, load_plans, memory, figures)
         except AllotropeError:
             # Its heads cannot be shared by so many; there is nothing to advise.
             break
@@ -315,7 +316,7 @@ def describe(
     groups = [(group, plans.get(id(group))) for group in load_plan.groups]
     shared = memory.shared if memory else None
     unit_pages = {} if shared is None else {id(load_plan.groups[one.group]): one.count for one in shared.layout.groups}
-    draft = load_plan.meta_draft(load_plan.meta_model())
+    draft = load_plan.meta_draft()
     return ModelReport(
         model=config.model,
         architecture=next(iter(load_plan.checkpoint.config.get("architectures") or ["?"])),
@@ -402,9 +403,15 @@ def _chip_of(figures: ChipFigures | None) -> Chip | None:
     return None if figures is None else figures.chip
 
 
-def _try(config: EngineConfig, layout: RankLayout, memory: int | None, figures: ChipFigures | None) -> ModelReport:
+def _try(
+    config: EngineConfig,
+    layout: RankLayout,
+    load_plans: LoadPlans,
+    memory: int | None,
+    figures: ChipFigures | None,
+) -> ModelReport:
     """The report for the ranks of a layout, with the reason if it does not fit."""
-    load_plan = resolve_load_plan(config, Parallel.of(layout), available=memory, chip=_chip_of(figures))
+    load_plan = load_plans.of(layout)
     available = free_of_rank(load_plan, config) if memory is None else memory
     try:
         plan = plan_caches(load_plan, config, available)

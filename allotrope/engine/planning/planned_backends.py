@@ -7,6 +7,7 @@ import dataclasses
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.kernels.backend import Chooser
 from allotrope.layers.backend_report import ChoiceReport, choice_reports, unused_lines
+from allotrope.loading.decoder import make_meta_decoder
 
 
 def planned_backends(load_plan: LoadPlan) -> tuple[list[ChoiceReport], list[str]]:
@@ -17,6 +18,6 @@ def planned_backends(load_plan: LoadPlan) -> tuple[list[ChoiceReport], list[str]
     # A chooser that has seen no other model.
     chooser = Chooser(load_plan.build.chooser.chip, load_plan.build.chooser.wanted)
     load_plan = dataclasses.replace(load_plan, build=dataclasses.replace(load_plan.build, chooser=chooser))
-    model = load_plan.meta_model()
+    model = make_meta_decoder(load_plan.architecture, load_plan.spec, load_plan.build)
     load_plan.sampler()
     return choice_reports(model, load_plan.build), unused_lines(load_plan.build)

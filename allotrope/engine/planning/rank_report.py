@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from allotrope.attention.cache_layout import CacheLayout, Field
-from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.config import EngineConfig
 from allotrope.engine.async_scheduling import uses_async_scheduling
-from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
+from allotrope.engine.load_plan import LoadPlan, LoadPlans
 from allotrope.engine.planning.report_text import size_text, table
 from allotrope.errors import ModelError
-from allotrope.kernels.chip import Chip
 from allotrope.layers.decoder import Decoder
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.embedding import Embedding, Head
@@ -185,58 +183,51 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def report_ranks(config: EngineConfig, memory: int | None = None, chip: Chip | None = None) -> RankReport:
-    """The report of the ranks that `config` asks for. `memory`, `chip`: as `resolve_load_plan` has them.
+def report_ranks(config: EngineConfig, load_plans: LoadPlans | None = None) -> RankReport:
+    """The report of the ranks that `config` asks for. `load_plans`: those of its model.
 
     Raises ModelError or ConfigError if the model cannot have so many, or cannot be served at all.
     """
-    load_plan = resolve_load_plan(config, Parallel.of(config.layout), available=memory, chip=chip)
-    model, parallel = load_plan.meta_model(), load_plan.build.parallel
-    sizes, refused = rank_sizes(config, memory, load_plan.checkpoint, chip)
+    load_plans = load_plans or LoadPlans(config)
+    load_plan = load_plans.of(config.layout)
+    sizes, refused = rank_sizes(config, load_plans)
     async_scheduling = uses_async_scheduling(config, load_plan.build.device.type, observed=False)
     return RankReport(
-        ranks=parallel.size,
+        ranks=load_plan.build.parallel.size,
         requests=load_plan.max_num_seqs,
         drafts=sum(drafts_of_step(load_plan)),
-        weights=_weights(model, load_plan),
+        weights=_weights(load_plan),
         caches=cache_shares(load_plan),
-        collectives=collectives(model, load_plan, async_scheduling=async_scheduling),
+        collectives=collectives(load_plan, async_scheduling=async_scheduling),
         sizes=sizes,
         refused=refused,
     )
 
 
 def rank_sizes(
-    config: EngineConfig,
-    memory: int | None = None,
-    checkpoint: Checkpoint | None = None,
-    chip: Chip | None = None,
+    config: EngineConfig, load_plans: LoadPlans | None = None
 ) -> tuple[tuple[RankSize, ...], tuple[RefusedSizes, ...]]:
-    """Which of `SIZES` a model allows, and for the others why not. `memory`, `checkpoint`, `chip`: as
-    `resolve_load_plan` has them. Raises ModelError if the model cannot be served at all."""
+    """Which of `SIZES` a model allows, and for the others why not. `load_plans`: those of its model. Raises ModelError
+    if it cannot be served at all."""
+    load_plans = load_plans or LoadPlans(config)
     allowed: list[RankSize] = []
     refused: dict[str, list[int]] = {}
     on_one_rank: dict[str, str] = {}
     for ranks in SIZES:
         try:
-            layout = dataclasses.replace(config.layout, tensor=ranks)
-            load_plan = resolve_load_plan(
-                config, Parallel.of(layout), available=memory, checkpoint=checkpoint, chip=chip
-            )
+            load_plan = load_plans.of(dataclasses.replace(config.layout, tensor=ranks))
         except ModelError as error:
             if ranks == 1:
                 raise
             reason = "; ".join(error.reasons).replace(f"tensor_parallel_size={ranks}", "tensor_parallel_size")
             refused.setdefault(reason, []).append(ranks)
             continue
-        checkpoint = load_plan.checkpoint
-        model = load_plan.meta_model()
-        quantized = quantized_modules(model)
-        if (draft := load_plan.meta_draft(model)) is not None:
+        quantized = quantized_modules(load_plan.meta_model)
+        if (draft := load_plan.meta_draft()) is not None:
             quantized |= {f"draft.{name}": DRAFT for name in quantized_modules(draft)}
         on_one_rank = quantized if ranks == 1 else on_one_rank
         plain = {kind for name, kind in on_one_rank.items() if name not in quantized}
-        replicated = sum(share.replicated for share in _weights(model, load_plan).values())
+        replicated = sum(share.replicated for share in _weights(load_plan).values())
         kinds = tuple(kind for kind in KINDS if kind in plain)
         allowed.append(RankSize(ranks, load_plan.weight_bytes, replicated if ranks > 1 else 0, kinds))
     return tuple(allowed), tuple(RefusedSizes(tuple(ranks), reason) for reason, ranks in refused.items())
@@ -249,9 +240,9 @@ def drafts_of_step(load_plan: LoadPlan) -> tuple[int, ...]:
     return tuple(drafts // requests + (i < drafts % requests) for i in range(requests))
 
 
-def _weights(model: Decoder, load_plan: LoadPlan) -> dict[str, WeightShare]:
-    """Bytes by kind of `model`, which `load_plan` made, and of the draft model beside it."""
-    found, draft = weight_shares(model), load_plan.meta_draft(model)
+def _weights(load_plan: LoadPlan) -> dict[str, WeightShare]:
+    """Bytes by kind of a model, and of the draft model beside it."""
+    found, draft = weight_shares(load_plan.meta_model), load_plan.meta_draft()
     return found if draft is None else found | {DRAFT: sum(weight_shares(draft).values(), WeightShare())}
 
 
@@ -347,15 +338,15 @@ def _fields(own: CacheLayout, full: CacheLayout) -> Sequence[tuple[Field, Field]
     return list(zip(own.fields, full.fields, strict=True))
 
 
-def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) -> tuple[Collective, ...]:
+def collectives(load_plan: LoadPlan, *, async_scheduling: bool) -> tuple[Collective, ...]:
     """What a decode step of `max_num_seqs` requests exchanges where any of them draws its token; greedy ones exchange
-    an integer each in place of logits and tokens. `model`: made without memory for this rank. `async_scheduling`:
-    whether the ranks learn the sampled tokens on their devices. With drafts, the step has those of `drafts_of_step`.
+    an integer each in place of logits and tokens. `async_scheduling`: whether the ranks learn the sampled tokens on
+    their devices. With drafts, the step has those of `drafts_of_step`.
 
     A rank's weights that are cut along their inputs make a part of a sum: one all-reduce adds up the mixer's, and one
     those of all that follows it in the layer.
     """
-    parallel, drafts = load_plan.build.parallel, drafts_of_step(load_plan)
+    parallel, drafts, model = load_plan.build.parallel, drafts_of_step(load_plan), load_plan.meta_model
     if parallel.size == 1:
         return ()
     rows = load_plan.max_num_seqs + sum(drafts)
@@ -364,11 +355,11 @@ def collectives(model: Decoder, load_plan: LoadPlan, *, async_scheduling: bool) 
     if not model.head.whole:
         logit = item if load_plan.spec.softcap is not None else torch.float32.itemsize
         found["gather", "logits", rows * model.head.outputs * logit] += 1
-    draft = load_plan.meta_draft(model)
+    draft = load_plan.meta_draft()
     if async_scheduling or draft is not None:
         found["broadcast", "sampled tokens", rows * torch.int64.itemsize] += 1
     if draft is not None:
-        found += _of_drafts(draft, model, load_plan)
+        found += _of_drafts(draft, load_plan)
     return tuple(Collective(name, of, count, size) for (name, of, size), count in found.items() if count)
 
 
@@ -390,10 +381,10 @@ def _of_pass(model: Decoder | DraftModel, load_plan: LoadPlan, rows: int, hidden
     return found
 
 
-def _of_drafts(draft: DraftModel, target: Decoder, load_plan: LoadPlan) -> Counter[tuple[str, str, int]]:
+def _of_drafts(draft: DraftModel, load_plan: LoadPlan) -> Counter[tuple[str, str, int]]:
     """The same of the passes of a draft model, and of the drafts that the ranks choose together."""
     found: Counter[tuple[str, str, int]] = Counter()
-    drafts = drafts_of_step(load_plan)
+    drafts, target = drafts_of_step(load_plan), load_plan.meta_model
     heads = [module for module in draft.modules() if isinstance(module, Head)] or [target.head]
     own = [module for module in draft.modules() if isinstance(module, Embedding)]
     # Where it has no embedding of its own, it is as wide as the model.

@@ -78,12 +78,12 @@ class ModelCost:
     """The roofline cost of one rank in any step; it reads the model once."""
 
     def __init__(self, load_plan: LoadPlan) -> None:
-        item, model = load_plan.build.dtype.itemsize, load_plan.meta_model()
+        item, model = load_plan.build.dtype.itemsize, load_plan.meta_model
         self._model = LayersCost(load_plan.own_specs, counted_modules(model), item)
         self._draft: LayersCost | None = None
         # The first pass of its draft model makes no draft.
         self._chains_alone = load_plan.reads_tokens_alone
-        if (draft := load_plan.meta_draft(model)) is not None:
+        if (draft := load_plan.meta_draft()) is not None:
             modules = counted_modules(draft)
             if not any(one.kind == HEAD for one in modules):
                 # It shares that of the model.
