@@ -44,11 +44,11 @@ _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def _fetch(
-    x, x_scales, values, scales, x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, rows, outputs, begin,
-    stop, steps, x_scale_stride, scale_row, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    x, x_scales, values, scales, x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, rows, begin, stop, steps,
+    x_scale_stride, scale_row, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching group: rows and both halves of a tile's weights, and their scales, of every step of the run."""
-    # Rows and outputs behind the last are scaled as the last, and not written.
+    # Rows behind the last are scaled as the last, and not written.
     row_scales = x_scales + gl.minimum(gl.arange(0, HALVES * 64, layout=_LINE), rows - 1)
     # 128 outputs share a scale, and so a tile has one.
     tile_scales = scales + gl.arange(0, 1, layout=_LINE)
@@ -206,7 +206,7 @@ def stream_kernel(
             (_multiply, (x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, out, parts, arrivals, rows,
                          outputs, begin, stop, steps, tiles, out_stride, 1, HALVES, STAGES)),
             (_fetch, (x, x_scales, values, scales, x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, rows,
-                      outputs, begin, stop, steps, x_scale_stride, scale_row, HALVES, STAGES)),
+                      begin, stop, steps, x_scale_stride, scale_row, HALVES, STAGES)),
         ],
         [4, 4],
         [REGISTERS, 24],
