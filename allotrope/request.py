@@ -33,12 +33,14 @@ class Grammar:
 
     `source`: by `kind`, JSON text of a schema, nothing (`json_object`), a regular expression, a JSON list of texts, a
     Lark grammar, or JSON text of a structural tag. `after`: text of the output behind which the grammar holds, such as
-    the end of reasoning; None: it holds from the start. `param`: the request's field that brought it, for refusals.
+    the end of reasoning; None: it holds from the start. `before`: with `after`, the token that an output begins with
+    which has that text; another one is held from the start. `param`: the request's field that brought it, for refusals.
     """
 
     kind: GrammarKind
     source: str = ""
     after: str | None = None
+    before: str | None = None
     param: str = field(default="grammar", compare=False)
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from allotrope.engine.sequence import Sequence
 from allotrope.request import FinishReason, TokenLogprobs
 
-_NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
+NO_TOKEN = "the model's scores for the next token are not numbers, or every token is masked"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def keep_tokens(sampled: SampledTokens) -> KeptTokens:
         if token < 0:
             # What its own row was masked by, which may be behind drafts.
             masked_by = seq.sampling.after_drafts(sampled.num_accepted).constraint
-            error = (None if masked_by is None else masked_by.failure) or _NO_TOKEN
+            error = (None if masked_by is None else masked_by.failure) or NO_TOKEN
             break
         tokens.append(token)
         if constraint is not None:

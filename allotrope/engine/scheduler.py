@@ -144,7 +144,7 @@ class Scheduler:
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
         drafts = min(sum(len(seq.drafts) for seq in running), (self.max_tokens - len(running)) // 2)
-        budget = _Budget(self.max_tokens - drafts)
+        budget = _Budget(self.max_tokens - drafts, PROMPT_LOGPROBS_CHUNK, self._logprobs_share(running))
         if any(has_prompt):
             # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
             running.sort(key=lambda seq: seq.uncomputed > 1)
@@ -163,6 +163,12 @@ class Scheduler:
         if drafts or self.lookahead:
             planned = self._with_drafts(planned, budget.tokens + drafts)
         return sorted(planned, key=lambda row: row.tokens > 1)
+
+    def _logprobs_share(self, running: abc.Sequence[Sequence]) -> int:
+        """Prompt tokens with log-probabilities that a sequence may have in a step: half of them if others want some."""
+        waiting = itertools.islice(self.waiting, self.max_sequences)
+        wants = itertools.islice((seq for seq in itertools.chain(running, waiting) if seq.computes_prompt_logprobs), 2)
+        return PROMPT_LOGPROBS_CHUNK if len(list(wants)) < 2 else PROMPT_LOGPROBS_CHUNK // 2
 
     def _startable(self, most: int) -> int:
         """Waiting sequences, up to `most`, that nothing is known to keep from the next step."""
@@ -222,12 +228,10 @@ class Scheduler:
         ahead = sum(max(0, seq.uncomputed - rows.get(seq, 1)) for seq in self.running)
         while self.waiting and budget.tokens > 0 and len(self.running) < self.max_sequences and len(rows) < most:
             seq = self.waiting.popleft()
-            if seq.blocked:
+            if seq.blocked or (budget.prompt_logprobs <= 0 and seq.computes_prompt_logprobs):
+                # It holds up nobody.
                 blocked.append(seq)
                 continue
-            if budget.prompt_logprobs <= 0 and seq.computes_prompt_logprobs:
-                self.waiting.appendleft(seq)
-                break
             tokens = self._start(seq, budget, share, ahead)
             if not tokens:
                 self._without_pages = (seq, self._step + _ADMISSION_STEPS, self._available)
@@ -261,17 +265,19 @@ class Scheduler:
 
 @dataclass
 class _Budget:
-    """The tokens that a step still has room for, and its prompt tokens with log-probabilities."""
+    """The tokens that a step still has room for, and its prompt tokens with log-probabilities, of which a sequence may
+    have `logprobs_share`."""
 
     tokens: int
-    prompt_logprobs: int = PROMPT_LOGPROBS_CHUNK
+    prompt_logprobs: int
+    logprobs_share: int
 
     def chunk(self, seq: Sequence, share: int) -> int:
         """Tokens of `seq` to run next: at most `share`, none beyond the next state checkpoint, and one where its state
         lacks drafts, which only a decode replays."""
         tokens = min(seq.uncomputed, self.tokens, 1 if seq.replay else share)
         if seq.computes_prompt_logprobs:
-            tokens = min(tokens, self.prompt_logprobs)
+            tokens = min(tokens, self.prompt_logprobs, self.logprobs_share)
         return min(tokens, seq.checkpoint_positions[0] - seq.computed) if seq.checkpoint_positions else tokens
 
     def spend(self, seq: Sequence, tokens: int) -> None:

@@ -20,7 +20,7 @@ from allotrope.engine.in_flight import InFlightStep, start_copy
 from allotrope.engine.inputs import SampledSequence, StepPlan, StepRow
 from allotrope.engine.observer import Observer
 from allotrope.engine.requests import RequestTable
-from allotrope.engine.sampled_tokens import SampledTokens, keep_tokens
+from allotrope.engine.sampled_tokens import NO_TOKEN, SampledTokens, keep_tokens
 from allotrope.engine.sampling_batch import RowSampling, SamplingBatch, read_logprobs
 from allotrope.engine.scheduler import Row
 from allotrope.engine.sequence import PLACEHOLDER, Sequence
@@ -427,8 +427,9 @@ class StepLoop:
             prompt_logprobs = (None, *(seq.prompt_logprobs[i] for i in range(1, seq.prompt_len)))
         if error is not None or reason is not None:
             seq.truncate(sampled.index + len(tokens))
-            # Where there are no scores, no later request may reuse what it has stored.
-            self._requests.end(seq, evict=error is not None and sampled.tokens[len(tokens)] < 0)
+            # Where scores are not numbers, no later request may reuse what it has stored. Where a grammar leaves no
+            # token, others may.
+            self._requests.end(seq, evict=error == NO_TOKEN)
         scored = sampled.logprobs[0] is not None
         return SequenceOutput(
             seq.request.request_id,

@@ -90,11 +90,13 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, backend: GrammarBackend, vocabulary: Vocabulary) -> Constraints:
         check_limits(grammar)
         compiled = backend.compile(grammar)
-        opening = None
+        opening = first = None
         if grammar.after is not None:
             tails = self._tails_of(grammar.after, vocabulary)
             opening = Opening(grammar.after, vocabulary, tails, lambda data: compiled.matcher().takes_bytes(data))
-        return Constraints(backend, compiled, vocabulary, opening)
+            if grammar.before is not None and (token := grammar.before.encode()) in vocabulary.tokens:
+                first = vocabulary.tokens.index(token)
+        return Constraints(backend, compiled, vocabulary, opening, first)
 
     def _tails_of(self, after: str, vocabulary: Vocabulary) -> Tails:
         """The tokens that end `after` and go on, found in the vocabulary once for each text."""

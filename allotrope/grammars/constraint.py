@@ -14,13 +14,20 @@ from allotrope.grammars.vocabulary import Vocabulary
 class Constraints:
     """A compiled grammar with what opens it: makes the `Constraint` of each output.
 
-    `backend`: the one that compiled it. `opening`: None where the grammar holds from the start.
+    `backend`: the one that compiled it. `opening`: None where the grammar holds from the start. `first`: the token that
+    an output which has the opening begins with, where not every one does.
     """
 
     def __init__(
-        self, backend: GrammarBackend, grammar: CompiledGrammar, vocabulary: Vocabulary, opening: Opening | None
+        self,
+        backend: GrammarBackend,
+        grammar: CompiledGrammar,
+        vocabulary: Vocabulary,
+        opening: Opening | None,
+        first: int | None = None,
     ) -> None:
-        self.backend, self.opening = backend, opening
+        self.backend, self.opening, self.first = backend, opening, first
+        self.first_mask = None if first is None else pack([first], len(vocabulary.tokens))
         self._grammar = grammar
         self.ends = pack(vocabulary.eos_ids, len(vocabulary.tokens))
 
@@ -34,7 +41,9 @@ class Constraint:
 
     def __init__(self, of: Constraints, matcher: Matcher) -> None:
         self.of, self.matcher = of, matcher
-        self._seen = 0 if of.opening is not None else None
+        self._seen = 0 if of.opening is not None and of.first is None else None
+        # Whether the first token is still to say if there is an opening.
+        self._undecided = of.first is not None
         self._failure: str | None = None
 
     @property
@@ -50,7 +59,7 @@ class Constraint:
     @property
     def complete(self) -> bool:
         """Whether only an end token may follow."""
-        return self.begun and self.matcher.complete
+        return self.begun and self.matcher.complete and not self._undecided
 
     @property
     def failure(self) -> str | None:
@@ -62,7 +71,7 @@ class Constraint:
     def after(self, token: int) -> Constraint:
         """What holds behind a draft token; one that the grammar does not allow is its `failure`."""
         other = Constraint(self.of, self.matcher.fork())
-        other._seen, other._failure = self._seen, self._failure
+        other._seen, other._undecided, other._failure = self._seen, self._undecided, self._failure
         if not (other.ended or other.failure):
             other.take(token)
         return other
@@ -85,6 +94,11 @@ class Constraint:
         self._failure = f"its grammar cannot be followed further: {reason}"
 
     def _take(self, token: int) -> None:
+        if self._undecided:
+            self._undecided = False
+            if token == self.of.first:
+                self._seen = 0
+                return
         if self._seen is None:
             if not self.matcher.take(token):
                 self._failure = self.failure or f"token {token} does not follow its grammar"
@@ -94,6 +108,11 @@ class Constraint:
         self._seen = seen if rest is None else None
         if rest and not self.matcher.takes_bytes(rest):
             self._failure = f"token {token} ends with what its grammar cannot begin with"
+
+    def let_open(self, bits: Bits, row: int) -> None:
+        """Add the token that begins an opening to the mask, as long as it may come."""
+        if self._undecided:
+            bits[row] |= self.of.first_mask
 
     def fill_opening(self, bits: Bits, row: int) -> None:
         """Write the mask before the grammar holds."""
@@ -126,3 +145,5 @@ def fill_masks(constraints: Iterable[tuple[Constraint, int]], bits: Bits) -> Non
     for constraint, row in open_ones:
         if constraint.failure is not None:
             bits[row] = np.int32(0)
+        else:
+            constraint.let_open(bits, row)

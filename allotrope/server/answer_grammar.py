@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from allotrope.errors import InvalidRequest
 from allotrope.grammars.limits import check_limits
+from allotrope.grammars.structural_tag import nested_tag
 from allotrope.request import Grammar
 from allotrope.server.tools import NamedTool, Tool
 from allotrope.text import call_grammar, call_parts, formats
@@ -53,8 +53,9 @@ def answer_grammar(
     `content`: of the answer's content. `tools`, `reasoning`: the formats of its calls and of its reasoning. Raises
     `InvalidRequest`.
     """
+    is_open = reasoning is not None and reasoning.reasoning_is_open(prompt_text, conversation.continued_text)
     # A channel's reasoning is told apart in any case, so its end cannot be in the prompt.
-    if reasoning is not None and _is_over(conversation, reasoning, prompt_text):
+    if reasoning is not None and not is_open and _is_over(conversation, reasoning, prompt_text):
         reasoning = None
     part = _calls(conversation, content, tools)
     if part is None and content is None:
@@ -62,12 +63,15 @@ def answer_grammar(
     param = "tools" if content is None or part is not None else content.param
     end = None if reasoning is None else reasoning.reasoning_end
     if content is not None and part is None:
-        if reasoning is None or reasoning.reasoning_is_open(prompt_text) or not _may_be_part(content, reasoning):
+        if reasoning is None or is_open:
             return replace(content, after=end)
+        if not _may_be_part(content, reasoning):
+            tags = reasoning.reasoning
+            return replace(content, after=end, before=None if tags is None else tags.start)
         # Models vary the header of an answer on a channel, so that the grammar writes it, too.
         part = call_grammar.answer(reasoning, _part_of(content))
     assert part is not None
-    if reasoning is None or (reasoning.channels is None and reasoning.reasoning_is_open(prompt_text)):
+    if reasoning is None or (reasoning.channels is None and is_open):
         return _tag(part, param, end)
     # The model decides whether it reasons.
     return _tag(call_grammar.after_reasoning(reasoning, part), param, None)
@@ -142,8 +146,8 @@ def _part_of(content: Grammar) -> Json:
     if content.kind == "choice" and isinstance(source, list):
         check_limits(content)
         return call_parts.either(*(call_parts.text(str(one)) for one in source))
-    if isinstance(source, Mapping) and isinstance(source.get("format"), dict):
-        return dict(source["format"])
+    if content.kind == "structural_tag" and isinstance(tag := nested_tag(content)["format"], dict):
+        return dict(tag)
     raise InvalidRequest(f"the {content.kind} cannot be used with tools or reasoning.", content.param)
 
 

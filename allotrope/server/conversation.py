@@ -59,6 +59,14 @@ class Conversation:
         return () if self.tool_choice == "none" else self.tools
 
     @property
+    def continued_text(self) -> str | None:
+        """The text that the answer goes on with; None: it begins a message."""
+        if not self.continue_final_message:
+            return None
+        content = self.messages[-1].get("content")
+        return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
+
+    @property
     def opens_answer(self) -> bool:
         """Whether the prompt ends with the tokens that begin the answer."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
@@ -182,7 +190,7 @@ async def read_conversation(
     ids = serving.prompts.truncate(prompt.ids, truncate, max_tokens or 1)
     if max_tokens is None:
         params = limit_length(state, params, len(ids))
-    is_open = formats.reasoning_is_open(prompt.text)
+    is_open = formats.reasoning_is_open(prompt.text, conversation.continued_text)
     structured = tools or formats.reasoning is not None
     called = called_format(conversation, formats.tools) if tools else None
     grammar = answer_grammar(

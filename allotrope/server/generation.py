@@ -130,8 +130,11 @@ class Generation:
                     for delta in deltas:
                         if delta.finish_reason is not None:
                             timer.ended(delta.finish_reason)
+                        sequence = self._sequences[delta.index - self.first_index]
+                        was_done = sequence.done
                         yield delta
-                        if delta.finish_reason is None and self._sequences[delta.index - self.first_index].done:
+                        if sequence.done and not was_done:
+                            # The caller called `end`.
                             timer.ended("stop")
                     if all(sequence.done for sequence in self._sequences):
                         break

@@ -83,9 +83,9 @@ class MessageFormats:
         letters = uuid.uuid4().hex
         return f"call_{letters[:24]}" if self.call_id_length is None else letters[: self.call_id_length]
 
-    def reasoning_is_open(self, prompt_text: str) -> bool:
-        """Whether a prompt ends within reasoning."""
-        return self.reasoning is not None and self.reasoning.reasoning_is_open(prompt_text)
+    def reasoning_is_open(self, prompt_text: str, continued: str | None = None) -> bool:
+        """As `MessageFormat.reasoning_is_open`."""
+        return self.reasoning is not None and self.reasoning.reasoning_is_open(prompt_text, continued)
 
 
 def choose_formats(

@@ -7,13 +7,14 @@ of all bytes. With that map, incremental decoding is exact and costs the same fo
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tokenizers
 
-from allotrope.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
+from allotrope.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer, letter_id
 
 _SPACE_MARK = "▁"
 
@@ -73,8 +74,15 @@ class FastCodec:
     def detokenizer(self, *, skip_special_tokens: bool, continues_text: bool) -> Detokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._piece_bytes is None:
-            return WindowDetokenizer(lambda ids: self._decode_whole(ids, False), skipped)
+            return WindowDetokenizer(self._decode_all, skipped, self._word if continues_text else None)
         return BytesDetokenizer(self.token_bytes, skipped, strip_space=self._strips_space and not continues_text)
+
+    @functools.cached_property
+    def _word(self) -> int | None:
+        return letter_id(self._decode_all, self.size)
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return self._decode_whole(ids, False)
 
     def _look_up(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)

@@ -48,13 +48,16 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """Detokenizer for other decoders: it decodes the previous and the new ids, and returns the text that is added.
 
-    `decode`: text of a list of ids. `skipped`: ids without text.
+    `decode`: text of a list of ids. `skipped`: ids without text. `before`: an id that the text continues, whichever;
+    None: it begins one.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int], before: int | None = None
+    ) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._previous: list[int] = []
+        self._previous = [] if before is None else [before]
         self._waiting: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
@@ -80,3 +83,8 @@ class WindowDetokenizer:
             self._previous = self._waiting
         self._waiting = []
         return text
+
+
+def letter_id(decode: Callable[[Sequence[int]], str], size: int) -> int | None:
+    """An id below `size` whose text is letters alone, or None."""
+    return next((i for i in range(size) if decode([i]).isalpha()), None)

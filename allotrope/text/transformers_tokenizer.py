@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from allotrope.errors import ModelError
 from allotrope.text.codec import Codec, FastCodec
-from allotrope.text.detokenizer import Detokenizer, WindowDetokenizer
+from allotrope.text.detokenizer import Detokenizer, WindowDetokenizer, letter_id
 
 
 def load_with_transformers(directory: Path) -> tuple[Codec, dict[str, str]]:
@@ -60,4 +61,11 @@ class SlowCodec:
 
     def detokenizer(self, *, skip_special_tokens: bool, continues_text: bool) -> Detokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped)
+        return WindowDetokenizer(self._decode_all, skipped, self._word if continues_text else None)
+
+    @functools.cached_property
+    def _word(self) -> int | None:
+        return letter_id(self._decode_all, self.size)
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return self.decode(ids, skip_special_tokens=False)

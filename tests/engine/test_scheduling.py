@@ -49,6 +49,25 @@ def test_a_long_prompt_holds_nobody_up(model: Path) -> None:
     assert steps["short"][0] <= 2
 
 
+def test_a_prompt_with_logprobs_holds_nobody_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one with logprobs starts beside it, and so does what is behind that."""
+    monkeypatch.setattr("allotrope.engine.scheduler.PROMPT_LOGPROBS_CHUNK", 16)
+    long, second, short = prompts((300, 6, 5))
+    running = engine(model, max_num_batched_tokens=128, max_num_seqs=4)
+    scored = replace(GREEDY, prompt_logprobs=0)
+    running.add(request("long", long, scored))
+    running.step()
+    for name, prompt, params in (("second", second, scored), ("third", second, scored), ("short", short, GREEDY)):
+        running.add(request(name, prompt, params))
+    found: dict[str, int] = {}
+    for step in range(30):
+        for output in running.step():
+            found.setdefault(output.request_id, step)
+    assert max(found[name] for name in ("second", "third", "short")) <= 2 < found["long"]
+    drain(running)
+    assert_idle(running)
+
+
 @pytest.mark.parametrize("behind", ["full batch", "own prompt"])
 def test_a_prompt_has_all_tokens_where_no_other_can_run(behind: str, model: Path) -> None:
     """One waits for a place in the batch, or for the prompt that it shares to be computed."""

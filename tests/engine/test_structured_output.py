@@ -303,6 +303,17 @@ def test_allowed_ids_that_exclude_the_grammar_fail_alone(model: Path) -> None:
     assert_idle(running)
 
 
+def test_a_grammar_that_leaves_no_token_leaves_the_prefix_to_others(model: Path) -> None:
+    running = small(model, enable_prefix_caching=True)
+    shared = list(range(20, 60))
+    plain = SamplingParams(temperature=0.0, max_tokens=2)
+    outputs(running, [request("first", shared, plain)])
+    outputs(running, [request("none", shared, replace(HELD, allowed_token_ids=(5,)), (EOS,))])
+    again = outputs(running, [request("again", shared, plain)])
+    assert max(one.cached_tokens for one in again) >= 32
+    assert_idle(running)
+
+
 def test_offline_the_client_hears_which_limit_left_no_token(llm: LLM) -> None:
     with pytest.raises(InvalidRequest) as refused:
         llm.generate([PROMPT], replace(HELD, allowed_token_ids=(5,)))

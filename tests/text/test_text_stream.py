@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allotrope.request import SamplingParams
+from allotrope.text.codec import FastCodec
 from allotrope.text.detokenizer import WindowDetokenizer
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer
@@ -147,6 +148,19 @@ def test_windows_do_not_grow_with_the_text() -> None:
     ids = [2, 0, 2, 1] * 200 + [0] * 500 + [1] * 500 + [2] * 500
     assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == decode_whole(ids)
     assert longest <= 16
+
+
+def test_a_text_that_goes_on_keeps_its_space_by_windows_as_well() -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    library = Library(models.Unigram([("<unk>", 0.0), ("▁hello", -1.0), ("▁world", -1.0), ("!", -1.0)], 0, False))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    codec = FastCodec(library)
+    for continues, wanted in ((False, "world!"), (True, " world!")):
+        detokenizer = codec.detokenizer(skip_special_tokens=True, continues_text=continues)
+        assert isinstance(detokenizer, WindowDetokenizer)
+        assert detokenizer.push([2, 3]) + detokenizer.flush() == wanted
 
 
 def decode_whole(ids: Sequence[int]) -> str:

@@ -70,13 +70,17 @@ class MessageFormat:
         """Whether a special token can be a part of what the format writes."""
         return any(token_text in text for text in _texts_in((self.reasoning, self.tools, self.channels)))
 
-    def reasoning_is_open(self, prompt_text: str) -> bool:
-        """Whether a rendered prompt ends inside reasoning, so that the reply begins with it."""
+    def reasoning_is_open(self, prompt_text: str, continued: str | None = None) -> bool:
+        """Whether a rendered prompt ends inside reasoning, so that the reply begins with it. `continued`: the text of
+        the message that the reply goes on with; None: it begins one."""
         tail = prompt_text[-256:].rstrip()
         if self.channels is not None:
             return tail.endswith(self.channels.reasoning_start)
         if self.reasoning is None:
             return False
+        if continued is not None:
+            begun = self.reasoning.anywhere or continued.lstrip().startswith(self.reasoning.start)
+            return begun and continued.rfind(self.reasoning.start) > continued.rfind(self.reasoning.end)
         starts = {self.reasoning.start, (self.reasoning.start + self.reasoning.header).rstrip()}
         return tail.endswith(tuple(starts))
 
