@@ -34,6 +34,8 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     config.expect("experts_per_token", config.get("num_experts_per_tok", int), None)
     if rope.scaling.original_length:
         config.expect("initial_context_length", rope.scaling.original_length, None)
+    else:
+        config.ignore("initial_context_length")
     kinds = layer_types(config, count, (SLIDING, FULL)) or [FULL if i % 2 else SLIDING for i in range(count)]
     ffn = MoeSpec(
         hidden=hidden,

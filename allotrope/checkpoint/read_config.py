@@ -91,6 +91,9 @@ class ConfigReader:
             self.refuse(f"config {key}={value} (needs at least {least})")
             # What is computed from it on the way to the end.
             return least
+        if isinstance(value, float) and (not math.isfinite(value) or (key.endswith("eps") and value < 0)):
+            self.refuse(f"config {key}={value} (needs a number{', at least 0' if key.endswith('eps') else ''})")
+            return 1.0
         return value
 
     def expect(self, key: str, *allowed: object) -> None:
@@ -150,13 +153,14 @@ def layer_types(config: ConfigReader, count: int, allowed: Iterable[str]) -> lis
         return None
     known = set(allowed)
     wrong = sorted({str(kind) for kind in stated} - known)
-    if wrong or len(stated) != count:
+    if wrong:
+        config.refuse(f"config layer_types has {', '.join(wrong)} (allowed: {', '.join(sorted(known))})")
+    if len(stated) != count:
         config.refuse(
-            f"config layer_types has {len(stated)} entries (needs {count}), unknown kinds {wrong} "
-            f"(allowed: {', '.join(sorted(known))})"
+            f"config layer_types lists {len(stated)} layers, and num_hidden_layers is {count}: give both, with as many "
+            f"entries as layers"
         )
-        return None
-    return [str(kind) for kind in stated]
+    return [str(kind) for kind in stated] if not wrong and len(stated) == count else None
 
 
 def agreeing_layers(config: ConfigReader, key: str, stated: list[Any] | None, derived: list[Any]) -> list[Any]:
@@ -239,8 +243,14 @@ def refuse_impossible(config: ConfigReader, rope: RopeSpec) -> None:
     """Refuse a rope that cannot pair its dims, or has no frequencies."""
     if rope.dim < 2 or rope.dim % 2:
         config.refuse(f"config rotates {rope.dim} dims of a head (needs an even number, at least 2)")
-    if rope.theta <= 0:
+    if not 0 < rope.theta < math.inf:
         config.refuse(f"config rotates with theta={rope.theta} (needs more than 0)")
+    if not 0 < rope.scaling.factor < math.inf:
+        config.refuse(f"config stretches its rotation by factor={rope.scaling.factor} (needs more than 0)")
+    if rope.scaling.kind in ("yarn", "llama3") and rope.scaling.original_length < 1:
+        config.refuse(
+            f"config rope has original_max_position_embeddings={rope.scaling.original_length} (needs at least 1)"
+        )
 
 
 def rope_values(config: ConfigReader, theta_key: str = "rope_theta") -> dict[str, Any]:

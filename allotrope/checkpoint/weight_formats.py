@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,8 @@ class WeightFormats:
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config's statement of how weights are quantized, {} for none."""
     stated = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if stated and not isinstance(stated, Mapping):
+        raise ModelError("config.json", [f"quantization_config={stated!r} (needs an object)"])
     return dict(stated or {})
 
 
@@ -103,14 +105,37 @@ def weight_formats(config: Mapping[str, Any], source: str) -> WeightFormats | No
         raise ModelError(source, [f"{allowed}: {_REFUSED[method]}" if method in _REFUSED else allowed])
     try:
         groups = _READERS[method](stated)
+        excluded = _excluded(stated)
+        _check_patterns((*excluded, *(target for targets, _ in groups for target in targets)))
     except _UnknownFormat as error:
         raise ModelError(source, [f"quant_method={method!r}: {error}"]) from error
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        raise ModelError(
+            source, [f"quant_method={method!r}: quantization_config is not as it has to be: {error}"]
+        ) from error
     text = config.get("text_config") or {}
     if "fp4" in (config.get("expert_dtype"), text.get("expert_dtype")):
         groups = [((_EXPERTS,), _MXFP4), *groups]
-    excluded = tuple(str(entry) for key in _EXCLUSIONS for entry in _modelopt(stated).get(key) or ())
     kinds = {scheme.format.name for _, scheme in groups if scheme is not None}
     return WeightFormats(method, tuple(groups), excluded, "int4" in kinds)
+
+
+def _excluded(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    """What stays as it is."""
+    lists = {key: _modelopt(stated).get(key) or [] for key in _EXCLUSIONS}
+    for key, entries in lists.items():
+        if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) for entry in entries):
+            raise _UnknownFormat(f"{key}={entries!r} (needs a list of names)")
+    return tuple(entry for entries in lists.values() for entry in entries)
+
+
+def _check_patterns(entries: Sequence[str]) -> None:
+    for entry in entries:
+        if entry.startswith("re:"):
+            try:
+                re.compile(entry[3:])
+            except re.error as error:
+                raise _UnknownFormat(f"{entry!r} is no regular expression: {error}") from error
 
 
 ONLINE = "online"
@@ -139,6 +164,8 @@ def _of_block(block: Any) -> Scheme:
         rows, inputs = (int(size) for size in block)
     except (TypeError, ValueError) as error:
         raise _UnknownFormat(f"blocks of {block!r} (needs two numbers: rows and inputs)") from error
+    if min(rows, inputs) < 1:
+        raise _UnknownFormat(f"blocks of {block!r} (needs at least 1 row and 1 input)")
     return Scheme(Fp8(inputs, rows=rows), (rows, inputs))
 
 

@@ -43,6 +43,8 @@ class LatencyOptions:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "batch_size", "input_len", "output_len", "iterations")
+        if self.warmup < 0:
+            raise ConfigError(f"bad options: warmup={self.warmup}; at least 0 is needed.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from allotrope.kernels.chip_figures import ChipFigures
 
 
-_CONTEXT = 8192
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """For which machines, and output format."""
@@ -32,7 +29,9 @@ class PlanOptions:
         None,
     )
     hosts: int | None = option("Hosts that the GPUs are spread over; default: the fewest that have them.", None)
-    context: int | None = option("Tokens that each request sees, where layouts are compared; default: 8192.", None)
+    context: int | None = option(
+        "Tokens that each request sees, where layouts are compared; default: 8192, or the longest sequence.", None
+    )
     json: bool = option("Print JSON.", False)
 
 
@@ -56,8 +55,7 @@ def plan(engine: EngineConfig, options: PlanOptions) -> None:
         )
     figures: ChipFigures | None = figures_for(options.chip, options.memory)
     if compares:
-        context = _CONTEXT if options.context is None else options.context
-        found = compare_layouts(engine, figures, options.gpus, options.hosts, context)
+        found = compare_layouts(engine, figures, options.gpus, options.hosts, options.context)
         print(json.dumps(found.as_json(), indent=1) if options.json else "\n".join(found.lines()))
         fits = found.proposal is not None
     else:

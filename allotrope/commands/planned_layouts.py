@@ -27,7 +27,7 @@ def figures_for(chip: str | None, memory: int | None) -> ChipFigures | None:
 
 
 def compare_layouts(
-    config: EngineConfig, figures: ChipFigures | None, gpus: int | None, hosts: int | None, context: int
+    config: EngineConfig, figures: ChipFigures | None, gpus: int | None, hosts: int | None, context: int | None
 ) -> LayoutComparison:
     """Every layout of `gpus` GPUs, or of as many as the sizes in `config` need; of those that `config` asks for in
     part, the ones that have these sizes. `figures`: default: of the GPU at hand.
@@ -36,7 +36,7 @@ def compare_layouts(
     """
     figures = figures or _at_hand()
     machines = check_machines(figures, config.layout.size if gpus is None else gpus, hosts)
-    if context < 1:
+    if context is not None and context < 1:
         raise ConfigError(f"context={context}; at least 1 is needed.")
     if config.speculation is not None:
         raise ConfigError("speculative_config: layouts are compared without drafts. Leave it out.")
@@ -46,14 +46,18 @@ def compare_layouts(
     asked = [one for one in layouts(machines.gpus) if _has(one, config.layout, exactly=gpus is None)]
     if not asked:
         raise ConfigError(f"gpus={machines.gpus} have no layout with {config.layout}.")
-    planner = LayoutPlanner(config, machines, context, REQUESTS)
+    most = config.max_num_seqs or REQUESTS[-1]
+    requests = tuple(count for count in REQUESTS if count <= most) or (most,)
+    planner = LayoutPlanner(config, machines, context, requests)
+    if context is not None and context > planner.max_model_len:
+        raise ConfigError(f"context={context}; sequences have at most {planner.max_model_len} tokens.")
     return LayoutComparison(
         model=config.model,
         heading=planner.heading(),
         machines=machines,
         usable=planner.usable,
-        context=context,
-        requests=REQUESTS,
+        context=planner.context,
+        requests=requests,
         reports=tuple(planner.plan(one) for one in asked),
     )
 

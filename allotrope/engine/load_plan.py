@@ -187,7 +187,8 @@ def resolve_load_plan(
     if config.max_model_len is not None and config.max_model_len > spec.context:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
-            f"was made for. Give at most that."
+            f"was made for. Give at most that, or, with a rope_scaling that reaches it, --hf-overrides "
+            f"'{{\"max_position_embeddings\": {config.max_model_len}}}'."
         )
     specs = attention_specs(spec, build, checkpoint.source)
     keeps = config.quantized_weights != "dequantize"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import tiny
 
 from allotrope.architectures.registry import ARCHITECTURES, find_architecture, read_draft, read_spec
 from allotrope.checkpoint.checkpoint import open_checkpoint
@@ -335,3 +336,30 @@ def test_architectures_that_are_no_list_of_names_are_refused(names: object) -> N
 def test_ropes_of_other_types_are_refused(name: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
         read_spec(find_architecture({"architectures": [name]}, name).tiny() | changes, name)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0.0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": float("inf")}}, "factor=inf"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings=0",
+        ),
+    ],
+)
+def test_numbers_with_which_nothing_can_be_computed_are_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        read_spec(tiny("LlamaForCausalLM") | changed, "")
+
+
+def test_layers_are_listed_as_often_as_there_are_layers() -> None:
+    config = tiny("GptOssForCausalLM")
+    with pytest.raises(ModelError, match=r"lists 1 layers, and num_hidden_layers is") as refused:
+        read_spec(config | {"layer_types": ["full_attention"]}, "")
+    assert "allowed" not in str(refused.value)
+    with pytest.raises(ModelError, match=r"layer_types has round \(allowed: full_attention"):
+        read_spec(config | {"layer_types": ["round"] * config["num_hidden_layers"]}, "")

@@ -216,6 +216,22 @@ def test_other_formats_are_refused_by_plan_and_engine(
         report_model(config(source), 1 << 30)
 
 
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ("fp8", "quantization_config='fp8'"),
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, "modules_to_not_convert=5"),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "ignored_layers='lm_head'"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["re:("]}, "is no regular expression"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "at least 1 row"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": ["Linear"]}}, "not as it has to be"),
+    ],
+)
+def test_a_malformed_statement_is_refused(stated: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        weight_formats({"quantization_config": stated}, "model")
+
+
 def test_layers_of_their_own_and_lists_of_what_stays_plain() -> None:
     layers = {"*lm_head": {"weight": None}, "*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
     formats = weight_formats(

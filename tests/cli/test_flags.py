@@ -16,6 +16,7 @@ from allotrope.commands.foreign_flags import ALIASES, OPPOSITES, VALUES
 from allotrope.commands.refusals import REFUSED, refusal
 from allotrope.commands.sampling import SamplingOptions
 from allotrope.config import EngineConfig, ServerConfig
+from allotrope.errors import ConfigError
 from allotrope.verify.options import VerifyOptions
 
 OPTION_CLASSES = (
@@ -306,3 +307,9 @@ def test_several_texts_for_one_flag() -> None:
     engine, server = run("--served-model-name", "a", "m")[2][0]
     assert (engine.model, server.served_model_name) == ("m", ("a",))
     assert run("m", "--allowed-origins", '["a')[0] == 2
+
+
+def test_batches_before_those_that_are_timed_may_be_none_and_not_fewer() -> None:
+    assert LatencyOptions(warmup=0).warmup == 0
+    with pytest.raises(ConfigError, match="warmup=-1; at least 0 is needed"):
+        LatencyOptions(warmup=-1)

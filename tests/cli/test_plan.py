@@ -220,7 +220,8 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
     assert {(one["tensor"], one["data"], one["pipeline"], one["expert_parallel"]) for one in some} == {
         (2, 2, 1, False), (2, 2, 1, True), (1, 2, 2, False), (1, 2, 2, True),
     }  # fmt: skip
-    found = plan(run, model, "--chip", "h200", "-dp", "2", "-ep", "--context", "1K")[1]
+    longer = ("--hf-overrides", '{"max_position_embeddings": 2048}', "--context", "1K")
+    found = plan(run, model, "--chip", "h200", "-dp", "2", "-ep", *longer)[1]
     assert found["context"] == 1024
     (one,) = found["layouts"]
     assert one["options"] == "--data-parallel-size 2 --enable-expert-parallel"
@@ -234,6 +235,17 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
         run("plan", model, "--chip", "h200", "--gpus", "4", "--speculative-config", drafts)
     with pytest.raises(ConfigError, match="hosts=3 do not share gpus=4 evenly"):
         run("plan", model, "--chip", "h200", "--gpus", "4", "--hosts", "3")
+
+
+def test_layouts_are_compared_for_what_the_engine_serves(run: Run) -> None:
+    asked = ("bench/configs/gpt_oss_120b", "--chip", "h200", "--gpus", "2")
+    limits = "--max-num-seqs", "40", "--max-model-len", "4096"
+    result = run("plan", *asked, *limits)
+    assert result.exit_code == 0 and "ms per token of 4, 16 requests that each see 4096 tokens" in result.stdout
+    with pytest.raises(ConfigError, match="context=4097; sequences have at most 4096 tokens"):
+        run("plan", *asked, *limits, "--context", "4097")
+    # Three hosts have places for 20, and do not share them evenly.
+    assert "on 4 hosts" in run("plan", *asked[:-1], "20").stdout
 
 
 def test_options_of_a_comparison_need_one(run: Run, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from allotrope.rank_layout import RankLayout
 
 REQUESTS = (4, 16, 64, 256)
 """Requests that decode at once, in the tables of a plan."""
+CONTEXT = 8192
+"""Tokens that each of them sees, where the model has so long sequences."""
 
 EXCHANGES, STEP, STAGES = "exchanges", "a step beside kernels", "waiting for other stages"
 # Times that differ by less are called equal: the model is not that exact.
@@ -129,17 +131,29 @@ def layouts(gpus: int) -> list[RankLayout]:
 
 
 class LayoutPlanner:
-    """Plans a model on some machines, layout by layout. `context`: tokens that each request sees."""
+    """Plans a model on some machines, layout by layout. `context`: tokens that each request sees; default: `CONTEXT`,
+    or the longest sequence, where that is shorter."""
 
     def __init__(
-        self, config: EngineConfig, machines: Machines, context: int, requests: Sequence[int] = REQUESTS
+        self, config: EngineConfig, machines: Machines, context: int | None = None, requests: Sequence[int] = REQUESTS
     ) -> None:
-        self._config, self._machines, self._context, self._requests = config, machines, context, tuple(requests)
+        self._config, self._machines, self._requests = config, machines, tuple(requests)
         self._time = StepTime(machines.figures)
         self._memory = int(machines.figures.memory.value)
         self._checkpoint: Checkpoint | None = None
         # Layouts that differ in stages alone share a model.
         self._models: dict[RankLayout, RankModel] = {}
+        self._context = min(CONTEXT, self.max_model_len) if context is None else context
+
+    @property
+    def context(self) -> int:
+        """Tokens that each request sees."""
+        return self._context
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence. Raises ModelError for a model that cannot be served at all."""
+        return self._model(RankLayout()).load_plan.max_model_len
 
     def heading(self) -> str:
         """The model and its types, for people. Raises ModelError for a model that cannot be served at all."""
@@ -355,6 +369,11 @@ def proposed(reports: Sequence[LayoutReport], requests: Sequence[int]) -> Layout
     return max(near, key=lambda report: report.prompts.tokens_per_second if report.prompts else 0.0)
 
 
+def _fewest_hosts(gpus: int, most: int) -> int:
+    """Hosts with equally many GPUs, at most `most` each."""
+    return next((count for count in range(max(1, -(-gpus // most)), gpus + 1) if gpus % count == 0), 1)
+
+
 def check_machines(figures: ChipFigures, gpus: int, hosts: int | None) -> Machines:
     """The machines of a plan. Raises ConfigError for numbers that cannot be."""
     reasons = []
@@ -362,7 +381,7 @@ def check_machines(figures: ChipFigures, gpus: int, hosts: int | None) -> Machin
         reasons.append(f"gpus={gpus}; at least 1 is needed")
     if gpus > MAX_RANKS:
         reasons.append(f"gpus={gpus}; at most {MAX_RANKS} are compared")
-    count = max(1, -(-gpus // figures.host)) if hosts is None else hosts
+    count = _fewest_hosts(gpus, figures.host) if hosts is None else hosts
     if count < 1 or gpus % max(count, 1):
         reasons.append(f"hosts={count} do not share gpus={gpus} evenly")
     if count > 1 and figures.network is None:
