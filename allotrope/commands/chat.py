@@ -12,6 +12,7 @@ from typing import Annotated, Protocol
 
 import typer
 
+from allotrope.commands.remote import Thought
 from allotrope.commands.sampling import SamplingOptions
 from allotrope.config import EngineConfig
 from allotrope.errors import ConfigError, InvalidRequest
@@ -85,14 +86,21 @@ class Conversation:
                 self.turn(line)
 
     def turn(self, text: str) -> None:
-        """Send `text`, print the streamed answer, and add both to the history. A refused text is removed again."""
+        """Send `text`, print the streamed answer, and add both to the history. A refused text is removed again, and so
+        is one without an answer. Reasoning is printed beside the answer, and not kept."""
         self.history.append({"role": "user", "content": text})
         pieces: list[str] = []
         begin = time.perf_counter()
-        first = begin
+        first, thinks = begin, False
         try:
             for piece in self.model.stream(self.history, self.sampling):
-                first = time.perf_counter() if not pieces else first
+                first = time.perf_counter() if first == begin else first
+                if isinstance(piece, Thought):
+                    thinks = True
+                    print(piece, end="", flush=True, file=sys.stderr)
+                    continue
+                if thinks and not pieces:
+                    print(file=sys.stderr, flush=True)
                 pieces.append(piece)
                 print(piece, end="", flush=True)
         except InvalidRequest as error:
@@ -102,7 +110,12 @@ class Conversation:
         except KeyboardInterrupt:
             pass
         print()
-        self.history.append({"role": "assistant", "content": "".join(pieces)})
+        if pieces:
+            self.history.append({"role": "assistant", "content": "".join(pieces)})
+        else:
+            self.history.pop()
+        if thinks and not pieces:
+            print("(it ended within its reasoning; --max-tokens lets it go on)", file=sys.stderr)
         print(self._speed(begin, first, time.perf_counter()), file=sys.stderr)
 
     def _speed(self, begin: float, first: float, end: float) -> str:

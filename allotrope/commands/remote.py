@@ -56,6 +56,10 @@ def _answer(client: httpx.Client, path: str) -> dict[str, Any]:
     return dict(response.json())
 
 
+class Thought(str):
+    """A piece of a model's reasoning, which is no part of its answer."""
+
+
 @dataclass
 class RemoteChat:
     """Chats with model `name` of the server at `url`. `set_by_server`: sampling parameters with a default there."""
@@ -67,7 +71,7 @@ class RemoteChat:
     last_tokens: int = 0
 
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
-        """Stream the answer to `messages`, and store its number of tokens in `last_tokens`.
+        """Stream the answer to `messages`, its reasoning as `Thought`, and store its number of tokens in `last_tokens`.
 
         Raises `AllotropeError` if the server refuses the request or the connection breaks.
         """
@@ -94,8 +98,11 @@ class RemoteChat:
         if event.get("usage"):
             self.last_tokens = event["usage"]["completion_tokens"]
         for choice in event.get("choices", ()):
-            if choice["delta"].get("content"):
-                yield choice["delta"]["content"]
+            delta = choice["delta"]
+            if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                yield Thought(thought)
+            if delta.get("content"):
+                yield delta["content"]
 
 
 def _reason(status: int, body: bytes) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from command_run import Run
 from tiny_model import write_tiny_model
 
+from allotrope.commands.chat import Conversation
+from allotrope.commands.remote import Thought
+from allotrope.commands.sampling import SamplingOptions
 from allotrope.errors import AllotropeError, ConfigError, InvalidRequest, ModelError
 
 
@@ -75,6 +80,28 @@ def test_chat_with_a_server_equals_chat_in_process(run: Run, dummy: list[str], s
     remote = run("chat", "--url", server_url, "--max-tokens", "6", "--system", "one two", typed=typed)
     assert remote.stdout == local.stdout
     assert re.findall(r"\[\d+ tokens", remote.stderr) == re.findall(r"\[\d+ tokens", local.stderr)
+
+
+def test_chat_shows_reasoning_and_does_not_keep_it(capsys: pytest.CaptureFixture[str]) -> None:
+    class Thinker:
+        last_tokens = 3
+        asked: ClassVar[list[list[dict[str, str]]]] = []
+
+        def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
+            self.asked.append([dict(one) for one in messages])
+            yield Thought("hm")
+            if messages[-1]["content"] == "long":
+                yield "yes"
+
+    conversation = Conversation(Thinker(), SamplingOptions(), None)
+    for text in ("short", "long", "again"):
+        conversation.turn(text)
+    shown = capsys.readouterr()
+    assert shown.out == "\nyes\n\n" and shown.err.count("hm") == 3
+    assert shown.err.count("it ended within its reasoning") == 2
+    # Nothing is left of what had no answer.
+    contents = [[one["content"] for one in messages] for messages in Thinker.asked]
+    assert contents == [["short"], ["long"], ["long", "yes", "again"]]
 
 
 def test_chat_reports_refusals_of_the_server(run: Run, server_url: str) -> None:
