@@ -7,14 +7,13 @@ of all bytes. With that map, incremental decoding is exact and costs the same fo
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tokenizers
 
-from allotrope.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer, letter_id
+from allotrope.text.detokenizer import BytesDetokenizer, Detokenizer, Windows
 
 _SPACE_MARK = "▁"
 
@@ -49,6 +48,7 @@ class FastCodec:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._piece_bytes, self._strips_space = _byte_map(tokenizer.decoder)
         self._bytes: list[bytes | None] = [None] * self.size
+        self._windows = Windows(lambda ids: self._decode_whole(ids, False), self.size)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # encode_batch releases the GIL, so that a long text does not block other threads.
@@ -74,15 +74,8 @@ class FastCodec:
     def detokenizer(self, *, skip_special_tokens: bool, continues_text: bool) -> Detokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._piece_bytes is None:
-            return WindowDetokenizer(self._decode_all, skipped, self._word if continues_text else None)
+            return self._windows.detokenizer(skipped, continues_text=continues_text)
         return BytesDetokenizer(self.token_bytes, skipped, strip_space=self._strips_space and not continues_text)
-
-    @functools.cached_property
-    def _word(self) -> int | None:
-        return letter_id(self._decode_all, self.size)
-
-    def _decode_all(self, ids: Sequence[int]) -> str:
-        return self._decode_whole(ids, False)
 
     def _look_up(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)

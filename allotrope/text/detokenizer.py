@@ -6,6 +6,7 @@ It must not know stop strings or requests.
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -85,6 +86,16 @@ class WindowDetokenizer:
         return text
 
 
-def letter_id(decode: Callable[[Sequence[int]], str], size: int) -> int | None:
-    """An id below `size` whose text is letters alone, or None."""
-    return next((i for i in range(size) if decode([i]).isalpha()), None)
+class Windows:
+    """Makes the `WindowDetokenizer`s of a tokenizer. `decode`: text of a list of ids. `size`: of its vocabulary."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], size: int) -> None:
+        self._decode, self._size = decode, size
+
+    def detokenizer(self, skipped: frozenset[int], *, continues_text: bool) -> WindowDetokenizer:
+        return WindowDetokenizer(self._decode, skipped, self._word if continues_text else None)
+
+    @functools.cached_property
+    def _word(self) -> int | None:
+        """An id whose text is letters alone."""
+        return next((i for i in range(self._size) if self._decode([i]).isalpha()), None)

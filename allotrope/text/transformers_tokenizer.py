@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from allotrope.errors import ModelError
 from allotrope.text.codec import Codec, FastCodec
-from allotrope.text.detokenizer import Detokenizer, WindowDetokenizer, letter_id
+from allotrope.text.detokenizer import Detokenizer, Windows
 
 
 def load_with_transformers(directory: Path) -> tuple[Codec, dict[str, str]]:
@@ -43,6 +42,7 @@ class SlowCodec:
         self._tokenizer = tokenizer
         self.size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._windows = Windows(lambda ids: self.decode(ids, skip_special_tokens=False), self.size)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -61,11 +61,4 @@ class SlowCodec:
 
     def detokenizer(self, *, skip_special_tokens: bool, continues_text: bool) -> Detokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDetokenizer(self._decode_all, skipped, self._word if continues_text else None)
-
-    @functools.cached_property
-    def _word(self) -> int | None:
-        return letter_id(self._decode_all, self.size)
-
-    def _decode_all(self, ids: Sequence[int]) -> str:
-        return self.decode(ids, skip_special_tokens=False)
+        return self._windows.detokenizer(skipped, continues_text=continues_text)
