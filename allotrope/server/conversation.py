@@ -19,7 +19,7 @@ from allotrope.server.generation import Generation
 from allotrope.server.message_stream import MessageStream
 from allotrope.server.tools import Tool, ToolChoice, check_tools
 from allotrope.server.values import describe_value
-from allotrope.text.chat import variables_of
+from allotrope.text.chat import normalise_messages, variables_of
 
 if TYPE_CHECKING:
     from allotrope.server.prompts import RenderedPrompt
@@ -63,8 +63,8 @@ class Conversation:
         """The text that the answer goes on with; None: it begins a message."""
         if not self.continue_final_message:
             return None
-        content = self.messages[-1].get("content")
-        return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
+        (last,) = normalise_messages(self.messages[-1:])
+        return str(last["content"])
 
     @property
     def opens_answer(self) -> bool:
