@@ -144,7 +144,8 @@ class Scheduler:
         share = self.max_tokens if prompts <= 1 else max(1, self.max_tokens // 2)
         rows: dict[Sequence, int] = {}
         drafts = min(sum(len(seq.drafts) for seq in running), (self.max_tokens - len(running)) // 2)
-        budget = _Budget(self.max_tokens - drafts, PROMPT_LOGPROBS_CHUNK, self._logprobs_share(running))
+        logprobs_share = self._logprobs_share(running) if prompts else PROMPT_LOGPROBS_CHUNK
+        budget = _Budget(self.max_tokens - drafts, PROMPT_LOGPROBS_CHUNK, logprobs_share)
         if any(has_prompt):
             # In order of arrival, but those with one token ahead: a long prompt never holds up a decoding sequence.
             running.sort(key=lambda seq: seq.uncomputed > 1)
