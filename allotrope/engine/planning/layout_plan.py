@@ -143,12 +143,7 @@ class LayoutPlanner:
         self._checkpoint: Checkpoint | None = None
         # Layouts that differ in stages alone share a model.
         self._models: dict[RankLayout, RankModel] = {}
-        self._context = min(CONTEXT, self.max_model_len) if context is None else context
-
-    @property
-    def context(self) -> int:
-        """Tokens that each request sees."""
-        return self._context
+        self.context = min(CONTEXT, self.max_model_len) if context is None else context
 
     @property
     def max_model_len(self) -> int:
@@ -185,18 +180,18 @@ class LayoutPlanner:
         if (refusal := self._refusal(stages, rooms)) is not None:
             return dataclasses.replace(found, refusal=refusal)
         decode = tuple(
-            self._decode(stages, hosts, requests, self._context)
+            self._decode(stages, hosts, requests, self.context)
             for requests in self._requests
-            if self._fit(stages, rooms, -(-requests // layout.data) * self._context)
+            if self._fit(stages, rooms, -(-requests // layout.data) * self.context)
         )
         limit = decode[-1].requests if decode else 1
-        rows = _rows_in_flight(layout, limit, self._context)
+        rows = _rows_in_flight(layout, limit, self.context)
         busiest = max(stages, key=lambda stage: total_seconds(stage.exchanges(rows, hosts), self._machines.figures))
         return dataclasses.replace(
             found,
             tokens=layout.data * self._tokens(stages, rooms),
             decode=decode,
-            prompts=self._prompts(stages, hosts, self._step_tokens(layout), self._context),
+            prompts=self._prompts(stages, hosts, self._step_tokens(layout), self.context),
             exchanges=busiest.exchanges(rows, hosts),
         )
 
@@ -254,7 +249,7 @@ class LayoutPlanner:
             bytes=self.usable - stage.weight_bytes,
             hidden=load_plan.spec.hidden * load_plan.build.dtype.itemsize,
             vocabulary=load_plan.spec.vocab_size if stage.first else 0,
-            context=self._context,
+            context=self.context,
             groups=stage.groups,
         )
         left = room.bytes - room.workspace(max(self._requests), self._step_tokens(layout))
@@ -262,8 +257,8 @@ class LayoutPlanner:
 
     def _fit(self, stages: Sequence[StageCost], rooms: Sequence[int], tokens: int) -> bool:
         """Whether every stage has room for `tokens` tokens of one data-parallel rank, in sequences of the context."""
-        sequences = max(1, -(-tokens // self._context))
-        demand = Demand(context=self._context, sequences=sequences, step_tokens=GPU_TOKENS, reuse=False)
+        sequences = max(1, -(-tokens // self.context))
+        demand = Demand(context=self.context, sequences=sequences, step_tokens=GPU_TOKENS, reuse=False)
         return all(
             make_plan(stage.groups, demand, tokens, sequences).bytes <= room
             for stage, room in zip(stages, rooms, strict=True)
@@ -271,7 +266,7 @@ class LayoutPlanner:
 
     def _tokens(self, stages: Sequence[StageCost], rooms: Sequence[int]) -> int:
         """The most tokens of a data-parallel rank that fit."""
-        low, high = self._context, 2 * self._context
+        low, high = self.context, 2 * self.context
         while self._fit(stages, rooms, high) and high < 1 << 40:
             low, high = high, 2 * high
         while low + 1 < high:
@@ -284,9 +279,9 @@ class LayoutPlanner:
         most = max(stage.weight_bytes for stage in stages)
         if most > usable:
             return f"does not fit: {size_text(most)} of weights on a rank, of {size_text(usable)}"
-        if min(rooms) <= 0 or not self._fit(stages, rooms, self._context):
+        if min(rooms) <= 0 or not self._fit(stages, rooms, self.context):
             left = f"{size_text(max(min(rooms), 0))} are left for caches beside {size_text(most)} of weights and a step"
-            return f"does not fit: one request of {self._context} tokens, for {left}, of {size_text(usable)}"
+            return f"does not fit: one request of {self.context} tokens, for {left}, of {size_text(usable)}"
         return None
 
     def decode(self, layout: RankLayout, requests: int, context: int) -> DecodeTime:
