@@ -243,9 +243,9 @@ def refuse_impossible(config: ConfigReader, rope: RopeSpec) -> None:
     """Refuse a rope that cannot pair its dims, or has no frequencies."""
     if rope.dim < 2 or rope.dim % 2:
         config.refuse(f"config rotates {rope.dim} dims of a head (needs an even number, at least 2)")
-    if not 0 < rope.theta < math.inf:
+    if rope.theta <= 0:
         config.refuse(f"config rotates with theta={rope.theta} (needs more than 0)")
-    if not 0 < rope.scaling.factor < math.inf:
+    if rope.scaling.factor <= 0:
         config.refuse(f"config stretches its rotation by factor={rope.scaling.factor} (needs more than 0)")
     if rope.scaling.kind in ("yarn", "llama3") and rope.scaling.original_length < 1:
         config.refuse(

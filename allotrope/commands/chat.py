@@ -114,8 +114,8 @@ class Conversation:
             self.history.append({"role": "assistant", "content": "".join(pieces)})
         else:
             self.history.pop()
-        if thinks and not pieces:
-            print("(it ended within its reasoning; --max-tokens lets it go on)", file=sys.stderr)
+            if thinks:
+                print("(it ended within its reasoning; --max-tokens lets it go on)", file=sys.stderr)
         print(self._speed(begin, first, time.perf_counter()), file=sys.stderr)
 
     def _speed(self, begin: float, first: float, end: float) -> str:
