@@ -1,10 +1,10 @@
 """Programmatic dependent launch (PDL): kernels that start while the one before them ends, from Hopper on.
 
-A kernel is made by `pdl_jit` in place of `triton.jit` (or goes through `with_pdl`). Its first two lines are
-`gdc_wait()` and `gdc_launch_dependents()`: it waits until the kernel before it has written everything, and lets the
-next one start as far as its own wait. Every one of them calls both, even one that needs nothing of the kernel before:
-the kernels after it rely on all that came before. A kernel of `no_pdl_jit` starts when the one before it has ended, and
-calls neither.
+A kernel is made by `pdl_jit` in place of `triton.jit` (or goes through `with_pdl`). Before it touches the device's
+memory come `gdc_wait()` and `gdc_launch_dependents()`: it waits until the kernel before it has written everything, and
+lets the next one start as far as its own wait. Every one of them calls both, even one that needs nothing of the kernel
+before: the kernels after it rely on all that came before. A kernel of `no_pdl_jit` starts when the one before it has
+ended, and calls neither.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ All rows by 128 outputs are a tile, and 128 inputs of it a step. The steps of al
 many equal runs as there are multiprocessors: whatever the number of tiles, none of these waits for others at the end. A
 program walks along its run. One group of warps fetches, scales too, for a load in the others' loops would hold up each
 step; two multiply, each half of a tile's outputs. The sums of a tile that lies in several runs are added, in order, by
-the last of its programs. Memory traffic: codes and scales once, rows once per tile (from the L2 cache), and at most two
-parts of a tile per program. Method: Osama et al., "Stream-K", 2023.
+the last of its programs. Of a tile in two runs that is as a rule the one that ends with it, for the other began with
+it: it reads the other's sums before its own steps, and writes none. Memory traffic: codes and scales once, rows once
+per tile (from the L2 cache), and at most two parts of a tile per program. Method: Osama et al., "Stream-K", 2023.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -52,10 +53,10 @@ def _fetch(
     row_scales = x_scales + gl.minimum(gl.arange(0, HALVES * 64, layout=_LINE), rows - 1)
     # 128 outputs share a scale, and so a tile has one.
     tile_scales = scales + gl.arange(0, 1, layout=_LINE)
+    tile = begin // steps
+    step = begin - tile * steps
     for i in range(stop - begin):
         slot = i % STAGES
-        tile = (begin + i) // steps
-        step = begin + i - tile * steps
         mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(slot), HALVES * x.block_type.nbytes + 2 * values.block_type.nbytes)
         column = tile * (2 * _COLUMNS)
@@ -66,6 +67,10 @@ def _fetch(
         load_rows(x_scale_tiles.index(slot), row_scales + step * x_scale_stride)
         load_rows(w_scale_tiles.index(slot), tile_scales + tile * scale_row + step)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+        step += 1
+        if step == steps:
+            step = 0
+            tile += 1
 
 
 @gluon.jit
@@ -95,35 +100,41 @@ def _store(out, low, high, rows, outputs, column, out_stride, HALVES: gl.constex
 
 
 @gluon.jit
-def _add_parts(
-    out, low, high, own, arrivals, row, rows, outputs, column, out_stride, tile, first, steps, tiles,
-    WHICH: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """Store this program's sums of a tile, from step `first` of it. The last of the tile's programs adds those of all.
-    `own`: of this half of the outputs, in the first part of program 0."""
+def _part_of(own, program, goes_on, HALVES: gl.constexpr):
+    """Where a program's sums of a tile lie: of one that it goes on with, or of one that it begins and does not end.
+    `own`: of program 0, of the former."""
+    return own + (2 * program + goes_on) * (2 * HALVES * 64 * _COLUMNS)
+
+
+@gluon.jit
+def _add_parts(own, size, there, begins, ends, HALVES: gl.constexpr):
+    """Sums of a tile's programs, in order; `size`: of what lies before them in a part."""
+    sums = gl.load(_part_of(own, begins, 1, HALVES) + size, mask=there, cache_modifier=".cg")
+    for other in range(begins + 1, ends + 1):
+        sums += gl.load(_part_of(own, other, 0, HALVES) + size, mask=there, cache_modifier=".cg")
+    return sums
+
+
+@gluon.jit
+def _finish(
+    out, low, high, own, arrived, row, rows, outputs, column, out_stride, first, begins, ends, HALVES: gl.constexpr
+):
+    """Store this program's sums of a tile, from step `first` of it. The last of the tile's programs, `begins` to
+    `ends`, adds those of all. `arrived`: the count of them."""
     size: gl.constexpr = 64 * _COLUMNS
     there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
-    mine = own + (2 * gl.program_id(0) + (first == 0).to(gl.int32)) * (2 * HALVES * size)
+    mine = _part_of(own, gl.program_id(0), (first == 0).to(gl.int32), HALVES)
     gl.store(mine, low, mask=there_low)
     if HALVES == 2:
         gl.store(mine + size, high, mask=there_high)
     # All threads have written before the program says so.
     barrier()
-    programs = gl.num_programs(0)
-    begins = _run_of(tile * steps, tiles * steps, programs)
-    ends = _run_of(tile * steps + steps - 1, tiles * steps, programs)
-    if gl.atomic_add(arrivals + 2 * tile + WHICH, 1, sem="acq_rel") == ends - begins:
+    if gl.atomic_add(arrived, 1, sem="acq_rel") == ends - begins:
         barrier()
-        theirs = own + (2 * begins + 1) * (2 * HALVES * size)
-        low = gl.load(theirs, mask=there_low, cache_modifier=".cg")
+        low = _add_parts(own, 0, there_low, begins, ends, HALVES)
         if HALVES == 2:
-            high = gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
-        for other in range(begins + 1, ends + 1):
-            theirs = own + 2 * other * (2 * HALVES * size)
-            low += gl.load(theirs, mask=there_low, cache_modifier=".cg")
-            if HALVES == 2:
-                high += gl.load(theirs + size, mask=there_high, cache_modifier=".cg")
-        gl.store(arrivals + 2 * tile + WHICH, 0)
+            high = _add_parts(own, size, there_high, begins, ends, HALVES)
+        gl.store(arrived, 0)
         _store(out, low, high, rows, outputs, column, out_stride, HALVES)
 
 
@@ -137,8 +148,8 @@ def _multiply(
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, sums))
     inside = gl.expand_dims(row * _COLUMNS, 1)
     inside += gl.expand_dims(gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, sums)), 0)
-    # Parts of a program: of the tile that it goes on with, and of the one that it begins and does not end.
     own = parts + WHICH * (HALVES * 64 * _COLUMNS) + inside
+    there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
     position, count = begin, begin * 0
     while position < stop:
         tile = position // steps
@@ -149,6 +160,21 @@ def _multiply(
         high = gl.zeros([64, _COLUMNS], gl.float32, sums)
         # Overwritten by each product: it has registers of its own that nothing else waits for.
         part = gl.zeros([64, _COLUMNS], gl.float32, sums)
+        begins = _run_of(tile * steps, tiles * steps, gl.num_programs(0))
+        ends = _run_of(tile * steps + steps - 1, tiles * steps, gl.num_programs(0))
+        arrived = arrivals + 2 * tile + WHICH
+        # Whether this program stores the tile: it has all steps, or the sums of the one other program are there.
+        stores = last - first == steps
+        others_low = gl.zeros([64, _COLUMNS], gl.float32, sums)
+        others_high = gl.zeros([64, _COLUMNS], gl.float32, sums)
+        if (first == 0) & (ends - begins == 1):
+            stores = gl.atomic_add(arrived, 0, sem="acquire") == 1
+            if stores:
+                barrier()
+                theirs = _part_of(own, ends, 0, HALVES)
+                others_low = gl.load(theirs, mask=there_low, other=0.0, cache_modifier=".cg")
+                if HALVES == 2:
+                    others_high = gl.load(theirs + 64 * _COLUMNS, mask=there_high, other=0.0, cache_modifier=".cg")
         for _ in range(first, last):
             slot = count % STAGES
             mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
@@ -166,13 +192,14 @@ def _multiply(
                 mbarrier.arrive(free.index(slot), count=1)
                 low += part * scale
             count += 1
-        if last - first == steps:
-            _store(out, low, high, rows, outputs, column, out_stride, HALVES)
+        if stores:
+            if last - first < steps:
+                gl.store(arrived, 0)
+            _store(out, low + others_low, high + others_high, rows, outputs, column, out_stride, HALVES)
         else:
-            _add_parts(
-                out, low, high, own, arrivals, row, rows, outputs, column, out_stride, tile, first, steps, tiles, WHICH,
-                HALVES,
-            )  # fmt: skip
+            _finish(
+                out, low, high, own, arrived, row, rows, outputs, column, out_stride, first, begins, ends, HALVES
+            )
         position += last - first
 
 
@@ -186,8 +213,6 @@ def stream_kernel(
     outputs of a tile and 128 inputs. `tiles`: of `steps` steps each. `arrivals`: of both halves of each tile; they end
     as they begin, 0.
     """
-    gdc_wait()
-    gdc_launch_dependents()
     all_steps = tiles * steps
     begin = gl.program_id(0) * all_steps // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
@@ -199,6 +224,8 @@ def stream_kernel(
     ready, free = ring(STAGES, 2, 128 + 1)
     fence_async_shared()
     barrier()
+    gdc_wait()
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_multiply, (x_tiles, x_scale_tiles, w_tiles, w_scale_tiles, ready, free, out, parts, arrivals, rows,
