@@ -137,6 +137,11 @@ def shapes(models: Sequence[Path], ranks: Sequence[int], chip: str) -> list[tupl
     return list((found if models else {**found, **dict(others())}).items())
 
 
+def in_library(shape: Shape) -> bool:
+    """Whether PyTorch's product takes such a weight: of FP8 ones those of whole blocks."""
+    return shape.kind != "fp8" or shape.outputs % BLOCK.rows == 0
+
+
 def candidates(shape: Shape, rows: int, quantized: bool) -> Iterator[Launch]:
     """Launches worth trying for so many rows, which may have been quantized before."""
     usual = -(-rows // shape.experts) if shape.experts else rows
@@ -165,7 +170,7 @@ def candidates(shape: Shape, rows: int, quantized: bool) -> Iterator[Launch]:
             if wide > 256 or (height * wide > 64 * 256 and warps == 4):
                 continue
             yield Launch(height, columns, 1, False, False, warps, stages)
-        if fp8 and not shape.experts:
+        if fp8 and not shape.experts and in_library(shape):
             yield PYTORCH
         if fp8 and shape.experts:
             yield GLUON
@@ -362,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [(shape, topk) for shape, topk in listed if any(w in shape.key + ";" for w in options.only.split(","))]
 
     def tried(shape: Shape, rows: int) -> list[Launch]:
-        chosen = [launch_for(shape, rows, chip)]
+        chosen = [launch_for(shape, rows, chip, in_library(shape))]
         if options.chosen:
             return chosen
         found = list(candidates(shape, rows, finds_quantized(shape, options.unquantized)))

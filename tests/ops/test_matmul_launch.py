@@ -12,7 +12,7 @@ from allotrope.kernels.chip import CHIPS
 from allotrope.ops import grouped_matmul, matmul
 from allotrope.ops.matmul import MatmulSpec, launch
 from allotrope.ops.matmul.fp8 import Fp8
-from allotrope.ops.matmul.launch import Launch, Shape, bucket, launch_for, rule_of_thumb, tuned, write_tuned
+from allotrope.ops.matmul.launch import PYTORCH, Launch, Shape, bucket, launch_for, rule_of_thumb, tuned, write_tuned
 from allotrope.ops.matmul.plain import PLAIN
 from allotrope.ops.matmul.weight import Format
 
@@ -187,3 +187,24 @@ def test_rules_take_groups_of_warps_for_four_bits_where_chips_know_how() -> None
         rule_of_thumb(shape, 64 * 32, "h200").provider != "gluon"
         and rule_of_thumb(shape, 64 * 33, "b200").provider != "gluon"
     )
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "rows", "splits"), [(2112, 7168, 65, 4), (2240, 7168, 500, 1)])
+def test_weights_that_the_library_does_not_take_are_not_left_to_it(
+    outputs: int, inputs: int, rows: int, splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as DeepSeek's joined projections, whose blocks of scales do not begin at multiples of 128 rows."""
+    monkeypatch.setattr(launch, "FOLDER", tmp_path)
+    launch.forget()
+    shape = Shape("fp8", 0, outputs, inputs, False)
+    try:
+        assert launch_for(shape, rows, "h200").provider == "pytorch"
+        wanted = Launch(64, 64, splits, swap_ab=splits > 1, quantize=False)
+        assert launch_for(shape, rows, "h200", library=False) == wanted
+        write_tuned("h200", {shape.key: {"4": Launch(8, 64), "512": PYTORCH}})
+        assert launch_for(shape, rows, "h200") == PYTORCH
+        assert launch_for(shape, rows, "h200", library=False) == wanted
+        # Of many rows, high tiles leave no program without work.
+        assert launch_for(shape, 8192, "h200", library=False).block_m == 128
+    finally:
+        launch.forget()

@@ -28,6 +28,8 @@ FEW_PLAIN_ROWS, _LARGE_PLAIN, _VOCABULARY = 64, 1 << 24, 1 << 16
 FEW_OUTPUTS = 1024
 # Programs that keep a chip of today busy.
 _PROGRAMS = 264
+# Inputs of a program that shares those of more than 64 rows with others, at least: their parts are read again.
+_INPUTS_OF_PART = 1536
 INTERPRETER = "interpreter"
 # Chips of one architecture: where one has not been measured, what the H200 does is far better than a rule of thumb.
 _HOPPER = ("h100", "h200", "h800", "h20", "gh200")
@@ -92,11 +94,12 @@ def bucket(rows: int) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
-    """`rows`: of the product, the pairs of token and expert where there are experts. More rows than were measured go as
-    the most that were, where that were many: their tiles are full. Fewer go as the next larger number that was; rows of
-    experts as the nearest one, as each expert has its share of them, and tiles above it read weights at a lower rate.
-    Experts of which another number was measured go by the rows of each.
+def launch_for(shape: Shape, rows: int, chip: str, library: bool = True) -> Launch:
+    """`rows`: of the product, the pairs of token and expert where there are experts. `library`: whether PyTorch's
+    product takes the weight. More rows than were measured go as the most that were, where that were many: their tiles
+    are full. Fewer go as the next larger number that was; rows of experts as the nearest one, as each expert has its
+    share of them, and tiles above it read weights at a lower rate. Experts of which another number was measured go by
+    the rows of each.
     """
     found, measured_rows = tuned(chip).get(shape.key, {}), rows
     if not found and (other := _nearest(shape, chip)) is not None:
@@ -112,8 +115,9 @@ def launch_for(shape: Shape, rows: int, chip: str) -> Launch:
     elif below and max(below) >= _MANY:
         nearest = max(below)
     else:
-        return rule_of_thumb(shape, rows, chip)
-    return found[str(nearest)]
+        return rule_of_thumb(shape, rows, chip, library)
+    launch = found[str(nearest)]
+    return launch if library or launch.provider != "pytorch" else rule_of_thumb(shape, rows, chip, library)
 
 
 def _nearest(shape: Shape, chip: str) -> Shape | None:
@@ -172,8 +176,9 @@ def forget() -> None:
     launch_for.cache_clear()
 
 
-def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
-    """Tiles as high as the rows of an expert; wide ones of many rows; inputs shared where tiles are few."""
+def rule_of_thumb(shape: Shape, rows: int, chip: str, library: bool = True) -> Launch:
+    """Tiles as high as the rows of an expert; wide ones of many rows; inputs shared where tiles are few. `library`: as
+    of `launch_for`."""
     if chip == INTERPRETER:
         return Launch(16, 32, 1 if shape.gated else 2, swap_ab=rows % 2 == 0, quantize=rows < 8, num_stages=1)
     amd = chip.startswith("gfx")
@@ -195,9 +200,15 @@ def rule_of_thumb(shape: Shape, rows: int, chip: str) -> Launch:
             Launch(128, 64, num_warps=4, num_stages=2) if shape.gated else Launch(128, 256, num_warps=8, num_stages=3)
         )
     if expert_rows > 64:
-        in_library = rows >= _LIBRARY_ROWS or shape.outputs * shape.inputs >= _LIBRARY_SIZE
-        if shape.kind == "fp8" and not shape.experts and not amd and in_library:
-            return PYTORCH
+        in_library = library and (rows >= _LIBRARY_ROWS or shape.outputs * shape.inputs >= _LIBRARY_SIZE)
+        if shape.kind == "fp8" and not shape.experts and not amd:
+            if in_library:
+                return PYTORCH
+            if not shape.gated and -(-rows // 128) * -(-shape.outputs // 128) < _PROGRAMS // 2:
+                # Low tiles, for high ones would leave programs without work.
+                tiles = -(-rows // 64) * -(-shape.outputs // 64)
+                splits = max(1, min(_PROGRAMS // tiles, shape.inputs // _INPUTS_OF_PART))
+                return Launch(64, 64, splits, swap_ab=splits > 1, quantize=False)
         narrow = shape.gated or (amd and shape.kind in ("plain", "int4"))
         return Launch(
             128, 64 if narrow else 128, swap_ab=False, quantize=False, num_warps=8, num_stages=2 if amd else 3

@@ -66,8 +66,9 @@ def multiply(
     kind = "fp32" if x.dtype == torch.float32 and weight.format.name != "fp8" else weight.format.name
     # Rows of experts that other ranks hold are among `rows`: each expert has its share of those of the whole layer.
     shape = Shape(kind, weight.experts_of_layer or weight.experts, outputs, weight.inputs, gating is not None)
-    launch = launch or within(launch_for(shape, rows, chip), shape, chip_of(x.device))
-    if launch.provider == "pytorch" and in_library(weight):
+    library = shape.kind != "fp8" or in_library(weight)
+    launch = launch or within(launch_for(shape, rows, chip, library), shape, chip_of(x.device))
+    if launch.provider == "pytorch" and shape.kind == "fp8" and library:
         return scaled_product(x, weight, bias, out)
     if launch.provider == "pytorch" and weight.format.name == "plain" and expert_offsets is None:
         return _in_torch(x, weight.values[0], bias, out)
