@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from allotrope.config import EngineConfig
 from allotrope.engine.messages import (
+    COUNTS_SECONDS,
     LENGTH,
     Abort,
     AbortSequence,
@@ -72,6 +73,7 @@ class EngineClient:
                 stdin=subprocess.DEVNULL,
             )
         ours.sendall(pack(Start(config)))
+        self._reap_seconds = _REAP_SECONDS + (0.0 if config.expert_load_file is None else COUNTS_SECONDS)
         self._socket = ours
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -293,7 +295,7 @@ class EngineClient:
 
     async def _reaped(self) -> bool:
         """Wait a little for the process to end; whether it has."""
-        deadline = asyncio.get_running_loop().time() + _REAP_SECONDS
+        deadline = asyncio.get_running_loop().time() + self._reap_seconds
         while self._process.poll() is None:
             if asyncio.get_running_loop().time() > deadline:
                 return False

@@ -6,6 +6,7 @@ computes.
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections import abc
 from concurrent.futures import Future
@@ -104,6 +105,9 @@ class Engine:
         self._log_start()
         if self._device.type == "cpu":
             host_memory.give_back()
+        if config.expert_load_file is not None:
+            # Who never closes it, such as a script that ends, wants the counts too.
+            atexit.register(self.close)
 
     def _log_start(self) -> None:
         load_plan, run_length = self._load_plan, self._requests.kv_cache_manager.prefix.run_length
@@ -266,6 +270,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model and its memory."""
+        atexit.unregister(self.close)
         if self._thread_waiting is not None:
             self._thread_waiting.close()
         self._grammars.close()

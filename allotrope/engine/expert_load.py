@@ -39,11 +39,11 @@ def read_expert_placements(path: str, ranks: int, copies: int) -> dict[str, Expe
     """
     try:
         found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"expert_placement={path!r} cannot be read: {error}.") from error
     for name, loads in found.items() if isinstance(found, dict) else [("", None)]:
-        whole = isinstance(loads, list) and all(isinstance(one, int) and one >= 0 for one in loads)
-        if not whole or isinstance(loads, bool):
+        whole = isinstance(loads, list) and all(type(one) is int and 0 <= one < 2**63 for one in loads)
+        if not whole:
             raise ConfigError(
                 f"expert_placement={path!r}: {name or 'it'} is no list of counts; a JSON object is needed, such as "
                 f'{{"layers.0.ffn.experts": [12, 40, 7, 9]}}, which --expert-load-file writes.'

@@ -18,6 +18,9 @@ from allotrope.request import Request, SequenceOutput
 
 RefusalKind = Literal["invalid", "overloaded"]
 
+COUNTS_SECONDS = 10.0
+"""What an engine that counts the tokens of experts has to write them, once the server has ended."""
+
 LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 20
 

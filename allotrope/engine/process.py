@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from allotrope.engine.frozen_heap import frozen_heap
 from allotrope.engine.messages import (
+    COUNTS_SECONDS,
     Abort,
     AbortSequence,
     Add,
@@ -62,6 +63,11 @@ class _Compiled:
     result: Future[Any]
 
 
+@dataclass(frozen=True)
+class _ServerEnded:
+    """To the loop: nobody is left to answer."""
+
+
 class EngineProcess:
     """The engine's side of the border: one socket, a thread that reads it, and the loop that steps.
 
@@ -71,8 +77,10 @@ class EngineProcess:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._inbox: SimpleQueue[ToEngine | _Compiled] = SimpleQueue()
+        self._inbox: SimpleQueue[ToEngine | _Compiled | _ServerEnded] = SimpleQueue()
         self._compiling: dict[str, Request] = {}
+        # The engine, if it counts the tokens of experts: it writes them when it is closed.
+        self._counting: Engine | None = None
 
     def run(self) -> int:
         """Serve until the engine cannot go on; the exit status. Does not return when the server ends first."""
@@ -82,6 +90,7 @@ class EngineProcess:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
         try:
             engine = self._load(start.config)
+            self._counting = None if start.config.expert_load_file is None else engine
             report = engine.report()
             ready = Ready(
                 limits=engine.limits, stats=engine.stats(), summary=report.summary(), model=report.model_summary()
@@ -90,7 +99,9 @@ class EngineProcess:
             with frozen_heap():
                 while True:
                     self._turn(engine)
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
+            if self._counting is not None:
+                self._counting.close()
             return _ENDED_WITH_SERVER
         except AllotropeError as error:
             self._send(Failed(kind=type(error).__name__, message=one_line(str(error))))
@@ -126,7 +137,7 @@ class EngineProcess:
 
     def _turn(self, engine: Engine) -> None:
         """Take what has arrived (waiting where there is nothing else to do), then one step."""
-        message: ToEngine | _Compiled | None = None if engine.has_work() else self._inbox.get()
+        message: ToEngine | _Compiled | _ServerEnded | None = None if engine.has_work() else self._inbox.get()
         while True:
             if message is not None:
                 self._take(engine, message)
@@ -137,7 +148,7 @@ class EngineProcess:
         outputs = engine.step() if engine.has_work() else []
         self._send(Stepped(outputs=outputs, stats=engine.stats(), made=time.monotonic()))
 
-    def _take(self, engine: Engine, message: ToEngine | _Compiled) -> None:
+    def _take(self, engine: Engine, message: ToEngine | _Compiled | _ServerEnded) -> None:
         match message:
             case Add(request):
                 self._add(engine, request)
@@ -163,6 +174,8 @@ class EngineProcess:
             case Wake():
                 engine.wake()
                 self._send(Changed())
+            case _ServerEnded():
+                raise BrokenPipeError
             case Start():
                 raise RuntimeError("the server asked for a second start")
 
@@ -197,6 +210,10 @@ class EngineProcess:
     def _read(self) -> None:
         while (message := receive(self._connection)) is not None:
             self._inbox.put(message)
+        if self._counting is not None:
+            # The loop ends the process once the counts are written.
+            self._inbox.put(_ServerEnded())
+            time.sleep(COUNTS_SECONDS)
         # Nobody is left to answer. A step may run for seconds, so this does not wait for the loop to notice.
         os._exit(_ENDED_WITH_SERVER)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,10 @@ def test_experts_placed_by_load_with_copies_give_the_tokens_of_one(name: str, tm
     ("text", "reason"),
     [
         ("{", "cannot be read"),
+        ("[" * 200_000, "cannot be read"),
         ("[1]", "it is no list of counts"),
+        ('{"layers.0.ffn.experts": [true, true]}', "layers.0.ffn.experts is no list of counts"),
+        (f'{{"layers.0.ffn.experts": [{10**400}]}}', "layers.0.ffn.experts is no list of counts"),
         ('{"layers.0.ffn.experts": [1, -1]}', "layers.0.ffn.experts is no list of counts"),
         ('{"layers.9.ffn.experts": [1, 1]}', "layers.9.ffn.experts has no experts; layers.0.ffn.experts is missing"),
     ],
@@ -116,6 +121,18 @@ def test_a_file_that_is_not_of_the_model_is_refused(text: str, reason: str, tmp_
     )
     with pytest.raises(ConfigError, match=reason):
         resolve_load_plan(config, Parallel.of(config.layout))
+
+
+def test_a_script_that_ends_without_close_has_the_counts(tmp_path: Path) -> None:
+    counts, model = tmp_path / "counts.json", write("GptOssForCausalLM", tmp_path)
+    script = (
+        "import sys, allotrope\n"
+        "model, file = sys.argv[1:]\n"
+        "llm = allotrope.LLM(model, load_format='dummy', device='cpu', max_model_len=64, expert_load_file=file)\n"
+        "llm.generate([[5, 6]], allotrope.SamplingParams(max_tokens=3, ignore_eos=True))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(model), str(counts)], check=True, timeout=120)
+    assert all(sum(load) for load in json.loads(counts.read_text()).values())
 
 
 def test_options_that_need_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 from server_process import ServerProcess, is_alive, wait_until_running
+from tiny_model import VOCAB_SIZE
+
+from allotrope.architectures.registry import find_architecture
 
 LONG = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 Starter = Callable[..., ServerProcess]
@@ -123,6 +127,21 @@ def test_the_engine_ends_with_its_server(start: Starter) -> None:
     while is_alive(server.engine_pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(server.engine_pid)
+
+
+def test_counts_of_experts_are_written_when_the_server_ends(start: Starter, tiny_model: Path, tmp_path: Path) -> None:
+    model, counts = tmp_path / "model", tmp_path / "counts.json"
+    shutil.copytree(tiny_model, model)
+    own = find_architecture({"architectures": ["Qwen3MoeForCausalLM"]}, "").tiny()
+    (model / "config.json").write_text(json.dumps(own | {"vocab_size": VOCAB_SIZE}))
+    server = start(model, engine={"expert_load_file": str(counts)}).wait_until_ready()
+    with server.http() as http:
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    server.signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    loads = json.loads(counts.read_text())
+    assert loads and {sum(load) for load in loads.values()} == {6 * own["num_experts_per_tok"]}
 
 
 def test_a_signal_while_loading_stops_at_once(start: Starter) -> None:
