@@ -78,10 +78,10 @@ def _resolve_decoder_draft(
     was made for."""
     draft = resolve_decoder_draft(own, target, target_checkpoint)
     longest = config.max_model_len or target.context
-    if longest > draft.model.context:
+    if longest > draft.model.longest_context:
         raise ConfigError(
-            f"speculative_config: {own.source} was made for {draft.model.context} tokens, and sequences may have "
-            f"{longest}. Give --max-model-len {draft.model.context} or less."
+            f"speculative_config: {own.source} was made for {draft.model.longest_context} tokens, and sequences may "
+            f"have {longest}. Give --max-model-len {draft.model.longest_context} or less."
         )
     return draft
 

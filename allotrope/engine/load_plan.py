@@ -184,11 +184,11 @@ def resolve_load_plan(
     build = replace(build, expert_placements=_expert_placements(config, parallel))
     draft, draft_checkpoint, max_drafts = resolve_draft(config, architecture, spec, checkpoint)
     build = replace(build, max_drafts=max_drafts)
-    if config.max_model_len is not None and config.max_model_len > spec.context:
+    if config.max_model_len is not None and config.max_model_len > spec.longest_context:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than the {spec.context} tokens that {checkpoint.source} "
-            f"was made for. Give at most that, or, with a rope_scaling that reaches it, --hf-overrides "
-            f"'{{\"max_position_embeddings\": {config.max_model_len}}}'."
+            f"max_model_len={config.max_model_len} is more than the {spec.longest_context} tokens that "
+            f"{checkpoint.source} was made for. Give at most that, or a YaRN rope_scaling that reaches it, or, where "
+            f"positions need none, --hf-overrides '{{\"max_position_embeddings\": {config.max_model_len}}}'."
         )
     specs = attention_specs(spec, build, checkpoint.source)
     keeps = config.quantized_weights != "dequantize"

@@ -47,3 +47,10 @@ class ModelSpec:
     embedding_scale: float = 1.0
     softcap: float | None = None
     extra: Hashable = None
+
+    @property
+    def longest_context(self) -> int:
+        """`context`, or as far as YaRN stretches the positions of a layer, if that is farther: checkpoints are released
+        without it, and it is added for longer texts."""
+        ropes = [getattr(layer.mixer, "rope", None) for layer in self.layers]
+        return max([self.context, *(rope.scaling.reach for rope in ropes if rope is not None)])

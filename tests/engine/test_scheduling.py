@@ -265,6 +265,17 @@ def test_random_load_equals_each_request_alone(model: Path) -> None:
     assert tight.stats().prefix_hits > 0
 
 
+def test_yarn_reaches_farther_than_the_config_says(model: Path) -> None:
+    """As model cards add it: `max_position_embeddings` stays what it was."""
+    overrides = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
+    longer = {"rope_scaling": overrides["rope_scaling"], "max_position_embeddings": 1024}
+    asked = [request("long", *prompts((700,)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))]
+    told = {"max_num_seqs": 1, "max_model_len": 1024}
+    reached, stated = (run(engine(model, hf_overrides=one, **told), asked) for one in (overrides, longer))
+    assert_same(reached, stated)
+    assert engine(model, max_num_seqs=1, hf_overrides=overrides).limits.max_model_len == 512
+
+
 def test_same_requests_same_order_same_tokens(model: Path) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12, n=2)
     asked = [request(f"r{i}", ids, params) for i, ids in enumerate(prompts((4, 20, 9)))]
@@ -276,6 +287,9 @@ def test_same_requests_same_order_same_tokens(model: Path) -> None:
 def test_bad_options_and_models_say_every_reason(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len=9999 is more than the 512"):
         engine(model, max_model_len=9999)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300}
+    with pytest.raises(ConfigError, match=r"max_model_len=1201 is more than the 1200"):
+        engine(model, max_model_len=1201, hf_overrides={"rope_scaling": yarn})
     with pytest.raises(ConfigError, match=r"page_size=12.*max_num_batched_tokens=2 is below"):
         engine(model, page_size=12, max_num_batched_tokens=2, max_num_seqs=3)
     broken = tiny_llama() | {"hidden_act": "relu", "num_hidden_layers": "two", "surprise": 1}

@@ -36,6 +36,11 @@ class RopeScaling:
     truncate: bool = True
     rotated: int = 0
 
+    @property
+    def reach(self) -> int:
+        """Positions that YaRN stretches the original ones to; 0 of others, which name none."""
+        return int(self.factor * self.original_length) if self.kind == "yarn" else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
