@@ -16,6 +16,10 @@ class ConfigError(AllotropeError):
     """The options given at start are invalid, alone or together."""
 
 
+class LayoutRefused(ConfigError):
+    """The options do not go with so many ranks."""
+
+
 def refuse_options(reasons: Sequence[str]) -> None:
     """Raise ConfigError with every one of `reasons`, if there are any."""
     if reasons:

@@ -43,7 +43,7 @@ def compare_layouts(
     if not has_weights(config):
         # Those of a hub id need not be downloaded for this.
         config = dataclasses.replace(config, load_format="dummy")
-    asked = [one for one in layouts(machines.gpus) if _has(one, config.layout, exactly=gpus is None)]
+    asked = [one for one in layouts(machines.gpus) if _has(one, config.layout)] if gpus else [config.layout]
     if not asked:
         raise ConfigError(f"gpus={machines.gpus} have no layout with {config.layout}.")
     most = config.max_num_seqs or REQUESTS[-1]
@@ -62,10 +62,8 @@ def compare_layouts(
     )
 
 
-def _has(layout: RankLayout, asked: RankLayout, *, exactly: bool) -> bool:
+def _has(layout: RankLayout, asked: RankLayout) -> bool:
     """Whether a layout has the sizes that are asked for; one that is not given is 1."""
-    if exactly:
-        return layout == asked
     pairs = ((layout.tensor, asked.tensor), (layout.data, asked.data), (layout.pipeline, asked.pipeline))
     sizes = all(size in (1, own) for own, size in pairs)
     return sizes and (layout.expert_parallel or not asked.expert_parallel)

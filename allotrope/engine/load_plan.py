@@ -23,7 +23,7 @@ from allotrope.engine.draft_plan import build_of_draft, resolve_draft
 from allotrope.engine.expert_load import read_expert_placements, refuse_misplaced
 from allotrope.engine.memory import free_memory, utilization, weight_bytes_of
 from allotrope.engine.step_limits import GPU_TOKENS, StepLimits, StepRoom, cpu_limits, gpu_limits
-from allotrope.errors import ConfigError, ModelError, refuse_options
+from allotrope.errors import ConfigError, LayoutRefused, ModelError, refuse_options
 from allotrope.kernels.backend import Chooser, parse_wanted
 from allotrope.kernels.chip import Chip, chip_of, cpu_has_bf16
 from allotrope.layers.build import Build
@@ -341,7 +341,7 @@ def _expert_placements(config: EngineConfig, parallel: Parallel) -> dict[str, Ex
         ranks = parallel.of_stage.size
         return read_expert_placements(config.expert_placement, ranks, config.num_redundant_experts)
     except ValueError as error:
-        raise ConfigError(f"expert_placement={config.expert_placement!r}: {error}.") from error
+        raise LayoutRefused(f"expert_placement={config.expert_placement!r}: {error}.") from error
 
 
 def _state_quantization(config: EngineConfig, checkpoint: Checkpoint, chip: Chip | None) -> None:

@@ -225,6 +225,9 @@ def test_sizes_that_are_given_choose_among_layouts(run: Run, tmp_path: Path) -> 
     assert found["context"] == 1024
     (one,) = found["layouts"]
     assert one["options"] == "--data-parallel-size 2 --enable-expert-parallel"
+    # Experts of a stage of one rank are whole anyway: no layout of its own, and yet one that is served.
+    found = plan(run, model, "--chip", "h200", "-pp", "2", "-ep", "--context", "64")[1]
+    assert [one["options"] for one in found["layouts"]] == ["--pipeline-parallel-size 2 --enable-expert-parallel"]
     with pytest.raises(ConfigError, match="gpus=4 have no layout with tensor_parallel_size=1, data_parallel_size=3"):
         run("plan", model, "--chip", "h200", "--gpus", "4", "-dp", "3")
     if gpu_count() == 0:

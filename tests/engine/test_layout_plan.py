@@ -199,6 +199,12 @@ def test_layouts_that_a_model_does_not_allow_have_their_reasons(tmp_path: Path) 
     plan = planner(tmp_path / "a", "Qwen3MoeForCausalLM", 8)
     assert plan.plan(RankLayout(8)).refusal == "num_attention_heads=4 is not a multiple of tensor_parallel_size=8"
     assert "pipeline_parallel_size=8 (needs 3 or fewer: 3 layers)" in str(plan.plan(RankLayout(1, 1, 8)).refusal)
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps({f"layers.{i}.ffn.experts": [5] * 8 for i in range(4)}))
+    copies = {"expert_placement": str(counts), "num_redundant_experts": 12, "enable_expert_parallel": True}
+    placed = planner(tmp_path / "d", "GptOssForCausalLM", 4, **copies)
+    assert "num_redundant_experts=12 (needs 8 or fewer" in str(placed.plan(RankLayout(2, 1, 2, True)).refusal)
+    assert placed.plan(RankLayout(4, 1, 1, True)).refusal is None
     dense = planner(tmp_path / "b", "LlamaForCausalLM")
     assert "needs experts, and it has none" in str(dense.plan(RankLayout(2, 1, 1, True)).refusal)
     small = LayoutPlanner(

@@ -26,7 +26,7 @@ from allotrope.engine.planning.report_text import size_text
 from allotrope.engine.planning.step_time import StepTime
 from allotrope.engine.report import numbered
 from allotrope.engine.step_limits import GPU_TOKENS, MIN_TOKENS, StepRoom
-from allotrope.errors import ConfigError, ModelError
+from allotrope.errors import ConfigError, LayoutRefused, ModelError
 from allotrope.graphs.piecewise_graphs import MOST_TOKENS
 from allotrope.kernels.chip_figures import ChipFigures
 from allotrope.layers.parallel import Parallel
@@ -166,7 +166,7 @@ class LayoutPlanner:
         try:
             hosts = host_layout(layout, self._machines.per_host)
             stages = self.stages(layout)
-        except (ModelError, ValueError) as error:
+        except (LayoutRefused, ModelError, ValueError) as error:
             reason = "; ".join(error.reasons) if isinstance(error, ModelError) else str(error)
             return LayoutReport(layout=layout, weights={}, refusal=reason)
         most = max(stages, key=lambda stage: stage.weight_bytes)
