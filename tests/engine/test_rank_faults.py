@@ -206,8 +206,9 @@ def test_a_step_in_which_a_kernel_compiles_may_take_longer() -> None:
     assert looks(monitor, 3)[-1].startswith("a step has not ended for 2 s: rank 1 (process ")
 
 
-def test_no_silence_and_no_step_is_too_long_where_the_watchdog_is_off() -> None:
-    monitor, other = watched(seconds=0.0)
+@pytest.mark.parametrize("seconds", [0.0, float("inf")])
+def test_no_silence_and_no_step_is_too_long_where_the_watchdog_is_off(seconds: float) -> None:
+    monitor, other = watched(seconds)
     other.row.progress = 1
     assert looks(monitor, 1000) == [] and monitor.silent(1) is None
 

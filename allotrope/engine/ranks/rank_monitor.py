@@ -161,8 +161,8 @@ def name_rank(rank: int, row: RankRow) -> str:
     return f"rank {rank} (process {row.process}{host})"
 
 
-def _looks(seconds: float) -> int:
-    return math.ceil(seconds / _SECONDS)
+def _looks(seconds: float) -> float:
+    return seconds if math.isinf(seconds) else math.ceil(seconds / _SECONDS)
 
 
 def _doing(row: RankRow) -> str:
