@@ -95,6 +95,7 @@ class SpeculativeConfig:
         if not reasons:
             reasons += _resolve_method(given)
         if not reasons:
+            reasons += _without_effect(given)
             _resolve_lengths(given)
             reasons += _wrong_values(given)
         if reasons:
@@ -137,7 +138,7 @@ def _unknown_keys(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _wrong_types(given: Mapping[str, Any]) -> list[str]:
@@ -199,7 +200,7 @@ def _wrong_values(given: Mapping[str, Any]) -> list[str]:
         "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
         "prompt_lookup_min": (1, MAX_PROMPT_LOOKUP),
         "prompt_lookup_max": (1, MAX_PROMPT_LOOKUP),
-        "suffix_decoding_max_tree_depth": (2, MAX_TREE_DEPTH),
+        "suffix_decoding_max_tree_depth": (3, MAX_TREE_DEPTH),
         "suffix_decoding_max_cached_requests": (0, 10**6),
         "suffix_decoding_max_spec_factor": (0, 1000),
         "suffix_decoding_min_token_prob": (0, 1),
@@ -218,7 +219,7 @@ def _wrong_values(given: Mapping[str, Any]) -> list[str]:
         )
     if method in ("eagle3", "draft_model") and not given.get("model"):
         reasons.append(f"model is missing; {method} needs the directory or hub id of its weights")
-    return reasons + _without_effect(given) + _wrong_sampling(given)
+    return reasons + _wrong_sampling(given)
 
 
 def _without_effect(given: Mapping[str, Any]) -> list[str]:
@@ -228,7 +229,7 @@ def _without_effect(given: Mapping[str, Any]) -> list[str]:
     unread += [name for name in given if name.startswith("prompt_lookup_") and method != "ngram"]
     unread += [name for name in ("draft_head_dtype",) if name in given and method not in ("mtp", "eagle3")]
     if method in ("ngram", "suffix"):
-        own_name = given.get("model") in ("ngram", "[ngram]", "suffix")
+        own_name = given.get("model") in (method, f"[{method}]")
         unread += [name for name in ("model",) if name in given and not own_name]
         unread += [name for name in ("draft_tensor_parallel_size",) if name in given]
     return [f"{name}: method={method!r} does not read it; leave it out" for name in unread]

@@ -52,10 +52,12 @@ def resolve_draft(
         assert wanted.model is not None
         checkpoint = open_checkpoint(wanted.model, load_format="dummy" if config.load_format == "dummy" else "auto")
         head = resolve_eagle3(checkpoint, spec, architecture.decoder)
-        if not count and head.num_drafts is None:
+        named = head.num_drafts
+        if not count and (named is None or not 1 <= named <= MAX_SPECULATIVE_TOKENS):
+            number = "no number of drafts" if named is None else f"{named} drafts"
             raise ConfigError(
-                f"speculative_config: num_speculative_tokens is missing, and {checkpoint.source} names no number of "
-                f"drafts. Give 1 to {MAX_SPECULATIVE_TOKENS}."
+                f"speculative_config: num_speculative_tokens is missing, and {checkpoint.source} names {number}. Give "
+                f"1 to {MAX_SPECULATIVE_TOKENS}."
             )
         draft, count = head, count or head.num_drafts or 0
     else:

@@ -58,6 +58,8 @@ class _Sequence:
     # Tokens whose text is not sent yet.
     held: list[TokenScore] = field(default_factory=list)
     done: bool = False
+    # By the caller.
+    cut: bool = False
     # Tokens that its last output has added, and how many of these may be accepted drafts.
     added: int = 0
     drafted: int = 0
@@ -124,18 +126,21 @@ class Generation:
                     before = self._completion_tokens
                     deltas = self.take(output)
                     arrived = self._completion_tokens - before
-                    timer.tokens(output.index, arrived, answered=not self._no_new_tokens)
+                    timer.tokens(output.index, arrived)
                     if before == 0:
                         timer.queued(output.queued_seconds)
-                    for delta in deltas:
-                        if delta.finish_reason is not None:
-                            timer.ended(delta.finish_reason)
-                        sequence = self._sequences[delta.index - self.first_index]
-                        was_done = sequence.done
-                        yield delta
-                        if sequence.done and not was_done:
-                            # The caller called `end`.
+                    try:
+                        for delta in deltas:
+                            yield delta
+                    finally:
+                        # The caller may have called `end`, which takes tokens back.
+                        if not self._no_new_tokens:
+                            timer.generated(self._completion_tokens - before)
+                        reasons = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+                        if deltas and self._sequences[output.index].cut:
                             timer.ended("stop")
+                        elif reasons:
+                            timer.ended(reasons[-1])
                     if all(sequence.done for sequence in self._sequences):
                         break
                     if self._sequences[output.index].done and output.finish_reason is None:
@@ -146,7 +151,7 @@ class Generation:
     def end(self, index: int, behind: int) -> None:
         """End sequence `index` before the last `behind` tokens of its last delta, for a caller that wants no more."""
         sequence = self._sequences[index - self.first_index]
-        sequence.done = True
+        sequence.done = sequence.cut = True
         self._completion_tokens -= behind
         self.accepted_tokens -= max(0, min(sequence.drafted, sequence.added) - (sequence.added - behind))
 

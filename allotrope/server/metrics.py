@@ -103,9 +103,8 @@ class RequestTimer:
         self._response = 0
         self._ended = 0
 
-    def tokens(self, index: int, count: int, *, answered: bool = True) -> None:
-        """Record that `count` tokens of sequence `index` arrived now, of one step or of several. `answered`: they are
-        part of the answer."""
+    def tokens(self, index: int, count: int) -> None:
+        """Record that `count` tokens of sequence `index` arrived now, of one step or of several."""
         if not count:
             return
         now = time.monotonic()
@@ -118,9 +117,11 @@ class RequestTimer:
             for _ in range(count):
                 self._instruments.between_tokens.observe((now - self._last[index]) / count)
         self._last[index] = now
-        if answered:
-            self._response += count
-            self._instruments.generation_tokens.inc(count)
+
+    def generated(self, count: int) -> None:
+        """Record that `count` tokens are part of the answer."""
+        self._response += count
+        self._instruments.generation_tokens.inc(count)
 
     def queued(self, seconds: float) -> None:
         """Record that the request waited `seconds` in the engine's queue."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import asyncio
+from collections.abc import AsyncGenerator
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from allotrope.engine.client import EngineClient
 from allotrope.engine.messages import LENGTH, Stepped, pack, unpack_from_engine
 from allotrope.engine.report import EngineStats, SpeculationStats
 from allotrope.llm import RequestOutput, _Accumulator
@@ -20,7 +23,13 @@ from allotrope.server.chat_answer import ChatAnswer
 from allotrope.server.generation import Generation
 from allotrope.server.logprobs import Report
 from allotrope.server.message_formats import MessageFormats
-from allotrope.server.message_stream import MessageStream, PlainParser
+from allotrope.server.message_stream import (
+    ContentDelta,
+    MessageEvent,
+    MessageStream,
+    PlainParser,
+    ToolCallBegin,
+)
 from allotrope.server.metrics import Metrics
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -106,10 +115,65 @@ def test_a_token_that_is_dropped_is_not_generated() -> None:
     """With max_tokens=0 the engine generates one for its prompt's sake."""
     metrics = Metrics("tiny", EngineStats)
     with metrics.track(request()) as timer:
-        timer.tokens(0, 1, answered=False)
+        timer.tokens(0, 1)
     found = samples(metrics)
     assert found["allotrope_generation_tokens_total[]"] == found["allotrope_request_generation_tokens_sum[]"] == 0
     assert found["allotrope_time_to_first_token_seconds_count[]"] == 1
+
+
+class CallsAtC:
+    """A parser of messages in which every c begins a call."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def push(self, text: str) -> list[MessageEvent]:
+        if text != "c":
+            return [ContentDelta(text)]
+        self._calls += 1
+        return [ToolCallBegin(index=self._calls - 1, id="x", name="f")]
+
+    def finish(self) -> list[MessageEvent]:
+        return []
+
+
+class Scripted:
+    """An engine with these outputs."""
+
+    def __init__(self, outputs: list[SequenceOutput]) -> None:
+        self._outputs = outputs
+
+    async def generate(self, asked: Request, join: bool) -> AsyncGenerator[SequenceOutput]:
+        for one in self._outputs:
+            yield one
+
+    def abort(self, *which: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (1, 4, 1), (1, 5)])
+def test_tokens_behind_the_only_call_are_not_generated(steps: tuple[int, ...], tokenizer: Tokenizer) -> None:
+    """The second call ends the answer, in whatever step it begins."""
+    letters = {letter: tokenizer.encode(letter)[-1] for letter in "ca"}
+    ids, outputs = tuple(letters[letter] for letter in "cacaaa"), []
+    for i, (start, count) in enumerate(zip(accumulate(steps, initial=0), steps, strict=False)):
+        reason = "length" if i == len(steps) - 1 else None
+        drafts = {"num_draft_tokens": count - 1, "num_accepted_tokens": count - 1}
+        outputs.append(SequenceOutput("r", 0, ids[start : start + count], reason, **drafts))
+    metrics = Metrics("tiny", EngineStats)
+    stream = MessageStream(Generation(request(max_tokens=6), tokenizer, may_end=True), CallsAtC, single_call=True)
+
+    async def read() -> None:
+        async for _ in stream.deltas(cast(EngineClient, Scripted(outputs)), metrics):
+            pass
+
+    asyncio.run(read())
+    found = samples(metrics)
+    assert stream.generation.completion_tokens == found["allotrope_generation_tokens_total[]"] == 3
+    assert found["allotrope_request_generation_tokens_sum[]"] == 3
+    ended = {line for line in metrics.exposition().decode().splitlines() if "request_success_total{" in line}
+    assert {line.rpartition(" ")[2] for line in ended if '"stop"' in line} == {"1.0"}
+    assert {line.rpartition(" ")[2] for line in ended if '"length"' in line} <= {"0.0"}
 
 
 def test_tokens_of_one_step_share_its_time() -> None:
@@ -118,6 +182,7 @@ def test_tokens_of_one_step_share_its_time() -> None:
         timer.tokens(0, 1)
         timer.tokens(0, 4)
         timer.tokens(0, 2)
+        timer.generated(7)
     found = samples(metrics)
     assert found["allotrope_inter_token_latency_seconds_count[]"] == 6
     assert found["allotrope_generation_tokens_total[]"] == 7
