@@ -103,10 +103,19 @@ def test_every_reason_is_named_at_once() -> None:
         ({"method": "ngram"}, "num_speculative_tokens is missing; ngram needs 1 to 16"),
         ({"method": "eagle3", "num_speculative_tokens": 2}, "model is missing; eagle3 needs"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True; a whole number"),
+        # Matches of 2 tokens are the shortest that anything is drafted behind, and a tree has one more.
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 2}, "suffix_decoding_max_tree_depth=2; allowed: 3 to"),
+        ({"method": "suffix", "model": "ngram"}, "model: method='suffix' does not read it; leave it out"),
+        ({"method": "mtp", "synthetic_acceptance_length": 10**400}, "synthetic_acceptance_length"),
     ],
 )
 def test_refusals(given: dict[str, Any], part: str) -> None:
     assert part in reasons(**given)
+
+
+def test_a_key_that_is_filled_in_is_not_refused_as_given() -> None:
+    text = reasons(method="mtp", prompt_lookup_max=4)
+    assert "prompt_lookup_max: method='mtp' does not read it" in text and "prompt_lookup_min" not in text
 
 
 @pytest.mark.parametrize("source", ["{", "[1]", '"ngram"'])

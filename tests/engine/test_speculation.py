@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +34,8 @@ from allotrope.attention.registry import FAMILIES
 from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.inputs import StepPlan
+from allotrope.engine.load_plan import resolve_load_plan
+from allotrope.errors import ConfigError
 from allotrope.request import Request, SamplingParams, SequenceOutput
 from allotrope.verify.execution_modes import tight_settings
 
@@ -289,3 +294,28 @@ def test_two_ranks_give_the_tokens_of_one(kind: str) -> None:
         assert_idle(running)
     finally:
         running.close()
+
+
+@pytest.mark.parametrize("drafts", [0, 17])
+def test_a_number_of_drafts_that_a_head_cannot_mean_is_refused(drafts: int, tmp_path: Path) -> None:
+    shutil.copytree(directory("MistralForCausalLM"), tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "eagle3" / "config.json"
+    flat = json.loads(config.read_text())
+    outside = ("architectures", "draft_vocab_size", "eagle_config")
+    layer = {key: value for key, value in flat.items() if key not in outside}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafts}
+    head = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer | {"model_type": "llama"},
+        "draft_vocab_size": flat["draft_vocab_size"],
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": {}, "proposal_methods": [proposal],
+        },
+    }  # fmt: skip
+    config.write_text(json.dumps(head))
+    options = json.dumps({"method": "eagle3", "model": str(tmp_path / "eagle3")})
+    with pytest.raises(ConfigError, match=f"names {drafts} drafts. Give 1 to 16"):
+        resolve_load_plan(EngineConfig(model=str(tmp_path), speculative_config=options, **LOADED))
