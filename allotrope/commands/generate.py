@@ -26,7 +26,7 @@ def generate(
         model.check_chats("Leave --chat out.")
     if len(prompt) == 1:
         message = [{"role": "user", "content": prompt[0]}]
-        for piece in model.stream(message, sampling) if chat else model.continue_text(prompt[0], sampling):
+        for piece in model.stream_unparsed(message, sampling) if chat else model.continue_text(prompt[0], sampling):
             print(piece, end="", flush=True)
         print()
         return

@@ -8,10 +8,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from allotrope.commands.remote import Thought
 from allotrope.config import EngineConfig
 from allotrope.errors import AllotropeError, ConfigError
 from allotrope.progress import show_progress
 from allotrope.request import Request, SamplingParams
+from allotrope.text import formats
+from allotrope.text.formats import ContentDelta, MessageEvent, ReasoningDelta
 
 if TYPE_CHECKING:
     from allotrope.commands.sampling import SamplingOptions
@@ -34,7 +37,31 @@ class LocalModel:
             raise ConfigError(f"{self.llm.config.model} has no chat template, so it cannot take messages. {instead}")
 
     def stream(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
-        """Stream the answer to chat `messages`. Raises `InvalidRequest` if the request is invalid."""
+        """Stream the answer to chat `messages`, its reasoning as `Thought`. Raises `InvalidRequest` if the request is
+        invalid."""
+        tokenizer = self.llm.tokenizer
+        prompt = tokenizer.render_chat(list(messages))
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        params = self.params(ids, sampling)
+        architectures = self.llm.engine.checkpoint.config.get("architectures") or ()
+        choice = formats.for_checkpoint(tokenizer.chat_template, architectures)
+        if choice.reasoning is None:
+            yield from self._stream(ids, params, continues_text=False)
+            return
+        # The tags of reasoning may be special tokens; the parser leaves the others out.
+        parser = choice.parser(
+            tools=False,
+            reasoning=True,
+            prompt_opens_reasoning=choice.reasoning_is_open(prompt),
+            special_tokens=[text for token in tokenizer.special_ids if (text := tokenizer.token_text(token))],
+        )
+        params = dataclasses.replace(params, skip_special_tokens=False)
+        for piece in self._stream(ids, params, continues_text=False):
+            yield from _pieces(parser.push(piece))
+        yield from _pieces(parser.finish())
+
+    def stream_unparsed(self, messages: list[dict[str, str]], sampling: SamplingOptions) -> Iterator[str]:
+        """Stream the answer to chat `messages` as the model writes it. Raises as `stream`."""
         ids = self.llm.tokenizer.apply_chat_template(list(messages))
         return self._stream(ids, self.params(ids, sampling), continues_text=False)
 
@@ -67,12 +94,23 @@ class LocalModel:
                 for output in engine.step():
                     if output.error is not None:
                         raise AllotropeError(f"the engine dropped the request: {output.error}")
-                    delta = text.push(output.token_ids, final=output.finish_reason is not None)
+                    # The engine stops at stop ids only, so the last token is one, and its text is left out.
+                    ended = int(output.finish_reason == "stop")
+                    ids = output.token_ids[: len(output.token_ids) - ended]
+                    delta = text.push(ids, final=output.finish_reason is not None)
                     # A step may have added tokens behind a stop string.
-                    self.last_tokens = text.used_tokens
+                    self.last_tokens = text.used_tokens + (ended if text.stopped_by is None else 0)
                     if delta:
                         yield delta
                     if text.stopped_by is not None:
                         return
         finally:
             engine.abort([name])
+
+
+def _pieces(events: list[MessageEvent]) -> Iterator[str]:
+    for event in events:
+        if isinstance(event, ReasoningDelta):
+            yield Thought(event.text)
+        elif isinstance(event, ContentDelta):
+            yield event.text

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import pytest
 from command_run import Run
+from scripted_chat import write_scripted_chat
+from scripted_model import write_scripted_model
 from tiny_model import write_tiny_model
 
 from allotrope.commands.chat import Conversation
@@ -102,6 +104,29 @@ def test_chat_shows_reasoning_and_does_not_keep_it(capsys: pytest.CaptureFixture
     # Nothing is left of what had no answer.
     contents = [[one["content"] for one in messages] for messages in Thinker.asked]
     assert contents == [["short"], ["long"], ["long", "yes", "again"]]
+
+
+def test_chat_in_process_tells_reasoning_apart(run: Run, tmp_path: Path) -> None:
+    """Of a model whose tags are text, and of one whose tags are special tokens."""
+    model = write_scripted_chat(tmp_path / "think")
+    result = run("chat", str(model), "--dtype", "float32", typed="ponder\n")
+    assert result.stdout.strip() == "Good evening!" and "They greet me. I greet them." in result.stderr
+    # What `generate` prints is what the model writes.
+    text = run("generate", str(model), "--dtype", "float32", "--chat", "-p", "ponder").stdout
+    assert text.startswith("<think>\nThey greet me.") and text.endswith("Good evening!\n")
+    # A token has one successor, so those that come twice are one piece the second time.
+    final = "<|start|>assistant<|channel|>final<|message|>"
+    script = ("<|channel|>", "analysis", "<|message|>", "Hmm.", "<|end|>", final, "Good day!", "<|return|>", "more")
+    harmony = write_scripted_model(
+        tmp_path / "harmony", {"<|go|>": script}, "{# <|channel|>analysis<|message|> <|return|> #}<|go|>"
+    )
+    file = harmony / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["content"].startswith("<|") and token["content"] != final
+    file.write_text(json.dumps(tokenizer))
+    result = run("chat", str(harmony), "--dtype", "float32", typed="hi\n")
+    assert result.stdout.strip() == "Good day!" and "Hmm." in result.stderr
 
 
 def test_chat_reports_refusals_of_the_server(run: Run, server_url: str) -> None:
