@@ -17,7 +17,12 @@ from allotrope.text.detokenizer import Detokenizer
 
 # Tokens that end a turn in chat templates. A model that sees one of them in its prompts ends its own turns with it,
 # even if the checkpoint names only the token that ends a document.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+# A GGUF file has no key for those that end a tool call, so that llama.cpp knows them by their text, too.
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
+    *("<|return|>", "<|call|>"),  # gpt-oss
+    *("<turn|>", "<|tool_response>"),  # Gemma 4
+)
 
 
 class Tokenizer:

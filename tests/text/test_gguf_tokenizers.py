@@ -112,6 +112,24 @@ def metadata_of(backend: tokenizers.Tokenizer, kind: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{# <|return|> <|call|> #}", ("<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>")),
+        ("{# <|eom_id|> #}", ("<|im_end|>", "<|endoftext|>", "<|eom_id|>")),
+    ],
+)
+def test_tokens_that_end_a_call_end_the_answer(
+    template: str, ends: tuple[str, ...], tmp_path: Path, write_gguf: Callable[..., str]
+) -> None:
+    """No key of a GGUF file names them."""
+    backend = reference("gpt-2")
+    backend.add_special_tokens(["<|return|>", "<|call|>", "<|eom_id|>"])
+    metadata = metadata_of(backend, "gpt-2") | {"tokenizer.chat_template": template}
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "x.gguf", "llama", metadata))
+    assert {tokenizer.token_text(i) for i in tokenizer.eos_ids} == set(ends)
+
+
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", *PATTERNS])
 def test_byte_level_pre_tokenizers(kind: str, tmp_path: Path, write_gguf: Callable[..., str]) -> None:
     backend = reference(kind)
