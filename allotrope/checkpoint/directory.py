@@ -176,7 +176,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises `ModelError` for other contents."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}", [str(error)]) from error
     if not isinstance(value, dict):
         raise ModelError(f"cannot read {file}", [f"it holds a {type(value).__name__}; a JSON object is needed"])
@@ -195,7 +195,7 @@ def read_safetensors_headers(file: Path) -> dict[str, TensorHeader]:
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise ModelError(f"cannot read {file}", [f"a header of {length} bytes in a file of {size}: damaged"])
             entries = json.loads(stream.read(length))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}", [str(error)]) from error
     if not isinstance(entries, dict):
         raise ModelError(f"cannot read {file}", ["its header is not a JSON object: damaged"])

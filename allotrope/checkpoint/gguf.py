@@ -132,7 +132,7 @@ class GgufCheckpoint:
         """Hugging Face name → view. Raises `ModelError` with every tensor that no rule covers."""
         try:
             found, unknown = views(self._file, names, self.config)
-        except ValueError as error:
+        except (ArithmeticError, TypeError, ValueError) as error:
             raise ModelError(f"cannot load {self.source}", [str(error)]) from error
         reasons = [
             f"the tensor {tensor.name} {list(tensor.shape)} is not understood"

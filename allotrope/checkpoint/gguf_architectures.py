@@ -46,8 +46,13 @@ def hf_config(file: GgufFile, rope_factors: np.ndarray | None) -> dict[str, Any]
     `rope_factors`: [D/2] divisor of each inverse frequency, or None if the file has no such tensor. Raises `ModelError`
     with every metadata key that is missing, unknown or unsupported.
     """
-    keys = Keys(file, rope_factors)
-    config = read_architecture(file).config(keys)
+    keys: Keys | None = None
+    try:
+        keys = Keys(file, rope_factors)
+        config = read_architecture(file).config(keys)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        reasons = [*(keys.reasons if keys else ()), f"metadata has a value of another type, or out of range: {error}"]
+        raise ModelError(f"cannot load {file.path}", reasons) from error
     keys.finish()
     return config
 

@@ -22,6 +22,14 @@ from allotrope.text.tokenizer import Tokenizer
 
 def load_directory_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer in `directory`. Raises `ModelError` with the reasons if none can be read."""
+    try:
+        return _load(directory)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"its JSON files are not of the form that tokenizers have: {error!r}"
+        raise ModelError(f"cannot load a tokenizer from {directory}", [reason]) from error
+
+
+def _load(directory: Path) -> Tokenizer:
     config = _read_json(directory, "tokenizer_config.json")
     special = _special_tokens(_read_json(directory, "special_tokens_map.json")) | _special_tokens(config)
     codec: Codec
@@ -55,7 +63,7 @@ def _complete(
 ) -> None:
     """Add to `backend` the settings of `config`: added tokens, special tokens, and the BOS token before a text."""
     wrong = []
-    for key, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+    for key, entry in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
             backend.add_tokens([tokenizers.AddedToken(**entry)])
         token_id = backend.token_to_id(entry["content"])
@@ -89,7 +97,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _eos_ids(directory: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         config = _read_json(directory, name)
-        value = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        value = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
         if value is not None:
             return list(value) if isinstance(value, list) else [value]
     return []
@@ -116,7 +124,7 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot load a tokenizer from {directory}", [f"{name}: {error}"]) from error
     if not isinstance(value, dict):
         raise ModelError(f"cannot load a tokenizer from {directory}", [f"{name} holds no JSON object"])

@@ -120,7 +120,19 @@ def test_damaged_shards_are_named(sharded: Path) -> None:
     assert second.name in text and "damaged" in text
 
 
-@pytest.mark.parametrize("content", [b"", b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{x"])
+NESTED = b"[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x02\0\0\0\0\0\0\0{x",
+        len(NESTED).to_bytes(8, "little") + NESTED,
+    ],
+    ids=["empty", "a list", "cut off", "nested"],
+)
 def test_damaged_headers(single: Path, content: bytes) -> None:
     (single / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors"):

@@ -209,6 +209,8 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path, write_gguf: WriteGgu
         ("llama", {"rope__scaling__type": "longrope"}, ["rope.scaling.type='longrope'; allowed: none, linear, yarn"]),
         ("llama", {"rope__scaling__type": "yarn"}, ["needs llama.rope.scaling.factor"]),
         ("qwen3", {"attention__sliding_window": 8}, ["qwen3.attention.sliding_window=8; only llama files"]),
+        ("llama", {"attention__head_count": 0}, ["metadata has a value of another type, or out of range"]),
+        ("llama", {"embedding_length": "x"}, ["metadata has a value of another type, or out of range"]),
     ],
 )
 def test_unknown_metadata_is_refused(

@@ -160,6 +160,29 @@ def test_broken_directories(tmp_path: Path, files: dict[str, str], words: str) -
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.json", '{"eos_token_id": {}}', "not of the form that tokenizers have"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"a": 1}}', "not of the form that tokenizers have"),
+        ("tokenizer_config.json", '{"chat_template": 1}', "not of the form that tokenizers have"),
+        ("tokenizer_config.json", "[" * 200_000, "tokenizer_config.json: "),
+        ("chat_template.jinja", b"\xff", "not of the form that tokenizers have"),
+    ],
+)
+def test_files_of_another_form(copy: Path, file: str, text: str | bytes, words: str) -> None:
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    (copy / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ModelError, match=words):
+        load_tokenizer(str(copy))
+
+
+def test_null_stands_for_nothing(copy: Path) -> None:
+    (copy / "config.json").write_text('{"text_config": null}')
+    update(copy / "tokenizer_config.json", added_tokens_decoder=None)
+    assert load_tokenizer(str(copy)).eos_ids
+
+
 def test_unsupported_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file or directory"):
         load_tokenizer(str(tmp_path / "missing"))
