@@ -355,7 +355,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--unquantized", default="", help="shapes, as of --only, whose FP8 rows come as they are")
     parser.add_argument("--out", type=Path, help="also write what is found to this JSON file")
     parser.add_argument("--chosen", action="store_true", help="time what is chosen already, and choose nothing")
-    parser.add_argument("--provider", help="try launches of this one alone, beside what is chosen already")
+    parser.add_argument(
+        "--provider", help="try launches of this one alone, beside what is chosen already; write those that win"
+    )
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further shape is begun")
     options = parser.parse_args(arguments)
@@ -446,7 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             times = [(recorder.time(run, 10).median, launch) for _, launch, run in close]
             extra = NO_PDL_US if rows * topk <= FEW_PLAIN_ROWS else 0.0
             times.sort(key=lambda pair: pair[0] + extra * (pair[1].provider == "pytorch"))
-            best[str(bucket(rows * topk))] = times[0][1]
+            if options.provider in (None, times[0][1].provider):
+                best[str(bucket(rows * topk))] = times[0][1]
             moved = (
                 prepared.nbytes
                 if not shape.experts
