@@ -83,26 +83,32 @@ class CheckpointView:
 
 
 def open_checkpoint(
-    model: str, *, revision: str | None = None, load_format: LoadFormat = "auto", hf_overrides: str | None = None
+    model: str,
+    *,
+    revision: str | None = None,
+    load_format: LoadFormat = "auto",
+    hf_overrides: str | None = None,
+    cache: str | None = None,
 ) -> Checkpoint:
     """Open `model`: a directory with `config.json`, a `.gguf` file, or a hub id.
 
     `revision`: branch, tag or commit of a hub id. `load_format`: `auto` reads either format; `safetensors` and `gguf`
     require theirs; `dummy` reads no weights (`has_weights` is False). `hf_overrides`: JSON object merged over the
-    config (see `override_config`).
+    config (see `override_config`). `cache`: where hub ids are kept, None for Hugging Face's own place.
     Raises `ModelError` with every reason if the model cannot be opened, and `ConfigError` for contradictory options.
     """
-    path = locate(model, revision=revision, with_weights=load_format != "dummy")
+    path = locate(model, revision=revision, with_weights=load_format != "dummy", cache=cache)
     checkpoint = _open_file(path, load_format) if path.is_file() else _open_directory(path, load_format)
     if hf_overrides is not None:
         checkpoint.config = override_config(checkpoint.config, hf_overrides)
     return checkpoint
 
 
-def locate(model: str, *, revision: str | None = None, with_weights: bool = True) -> Path:
+def locate(model: str, *, revision: str | None = None, with_weights: bool = True, cache: str | None = None) -> Path:
     """The directory or file of `model`. A hub id is searched in the local cache, and downloaded unless offline.
 
-    `with_weights`: False leaves weight files out of a download. Raises `ModelError` if the model is not found.
+    `with_weights`: False leaves weight files out of a download. `cache`: as for `open_checkpoint`. Raises
+    `ModelError` if the model is not found.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -111,7 +117,7 @@ def locate(model: str, *, revision: str | None = None, with_weights: bool = True
         return path
     from allotrope.checkpoint.hub import find_snapshot
 
-    return find_snapshot(model, revision, with_weights=with_weights)
+    return find_snapshot(model, revision, with_weights=with_weights, cache=cache)
 
 
 def tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> str:

@@ -16,7 +16,7 @@ _WEIGHT_FILES = ["*.safetensors"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
-def find_snapshot(model: str, revision: str | None, *, with_weights: bool) -> Path:
+def find_snapshot(model: str, revision: str | None, *, with_weights: bool, cache: str | None = None) -> Path:
     """The directory of the hub repository `model` at `revision` (None: its main branch).
 
     Raises `ModelError` with the cache's path and the remedy if the repository is neither cached nor downloadable.
@@ -26,11 +26,12 @@ def find_snapshot(model: str, revision: str | None, *, with_weights: bool) -> Pa
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    offline = constants.is_offline_mode()
+    offline, where = constants.is_offline_mode(), cache or constants.HF_HUB_CACHE
     try:
         directory = snapshot_download(
             model,
             revision=revision,
+            cache_dir=cache,
             allow_patterns=_SMALL_FILES + (_WEIGHT_FILES if with_weights else []),
             # Some repositories have other formats, and copies for other tools, in sub-folders.
             ignore_patterns=["*/*", "consolidated*"],
@@ -44,7 +45,7 @@ def find_snapshot(model: str, revision: str | None, *, with_weights: bool) -> Pa
             f"cannot find the model {model!r}{at}",
             [
                 "there is no such file or directory here",
-                f"as a hub id, it is not in the cache {constants.HF_HUB_CACHE} (set HF_HOME to look elsewhere)",
+                f"as a hub id, it is not in the cache {where} (set HF_HOME to look elsewhere)",
                 why,
                 f"fetch it with 'hf download {model}' where there is a network, or give the path of a local copy",
             ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,11 @@ def foreign_weights(load_format: str) -> str:
     """Why weights are refused that a host does not hand over one by one."""
     models = "Allotrope's models, which are loaded whole, from the checkpoint's own tensors"
     return f"load_format={load_format} is not supported by {models}"
+
+
+def hub_revision(model: str, revision: str | None) -> str | None:
+    """The revision of a hub id. Hosts keep it beside the directory that they have put in the place of the id."""
+    return None if Path(model).expanduser().exists() else revision
 
 
 class StreamedWeights(CheckpointView):
@@ -42,3 +48,13 @@ class StreamedWeights(CheckpointView):
     def blocks(self, name: str) -> torch.Tensor:
         """As `Checkpoint.blocks`."""
         raise ModelError(self.source, [f"{name} is not stored in blocks"])
+
+    def of_text_model(self) -> StreamedWeights:
+        """As of a model that answers: checkpoints of embeddings alone leave out `model.` and the head."""
+        weights = self._weights
+        if "embed_tokens.weight" in weights:
+            weights = {f"model.{name}": tensor for name, tensor in weights.items()}
+        if "model.embed_tokens.weight" in weights:
+            # Nobody reads it there.
+            weights = {"lm_head.weight": weights["model.embed_tokens.weight"]} | weights
+        return StreamedWeights(self.inner, weights.items())

@@ -24,7 +24,7 @@ from allotrope.loading.kv_scales import FP8
 from allotrope.plugins.hosted_build import read_options
 from allotrope.plugins.sglang import NAME, PLAIN, STATEFUL
 from allotrope.plugins.sglang.memory import HEAD_DIM, CacheMemory, planned_layouts
-from allotrope.plugins.weights import FOREIGN_FORMATS, foreign_weights
+from allotrope.plugins.weights import FOREIGN_FORMATS, foreign_weights, hub_revision
 
 log = logging.getLogger("sglang.allotrope")
 # What SGLang reads of a checkpoint's config beside the shape of its caches.
@@ -127,7 +127,7 @@ class ConfigParser(HfModelConfigParser):
 
 def hosted_config(source: str, revision: str | None) -> HostedConfig:
     """What SGLang shall know of a checkpoint."""
-    checkpoint = open_checkpoint(source, revision=revision, load_format="dummy")
+    checkpoint = open_checkpoint(source, revision=hub_revision(source, revision), load_format="dummy")
     _, spec = read_spec(checkpoint.config, checkpoint.source)
     memory = CacheMemory(planned_layouts(spec, checkpoint.source))
     text = checkpoint.config | checkpoint.config.get("text_config", {})

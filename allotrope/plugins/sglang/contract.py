@@ -22,6 +22,7 @@ _ASKED = (
     *("cpu_offload_gb", "disaggregation_mode", "speculative_algorithm", "enable_unified_memory"),
     *("enable_hierarchical_cache", "enable_lmcache", "disable_cuda_graph", "disable_prefill_cuda_graph"),
     *("enable_memory_saver", "enable_weights_cpu_backup"),
+    "download_dir",
 )
 _BATCH = (
     *("forward_mode", "batch_size", "seq_lens", "seq_lens_cpu", "extend_seq_lens_cpu"),

@@ -40,7 +40,7 @@ from allotrope.plugins.sglang.memory import CacheMemory
 from allotrope.plugins.sglang.request_tables import RequestTables
 from allotrope.plugins.steps import Order, arrange, rows_index
 from allotrope.plugins.warmed_steps import Kind, warm_up_first
-from allotrope.plugins.weights import StreamedWeights, foreign_weights
+from allotrope.plugins.weights import StreamedWeights, foreign_weights, hub_revision
 
 log = logging.getLogger("sglang.allotrope")
 _LOADED_ONCE = "weights cannot be loaded a second time; start SGLang anew"
@@ -300,8 +300,9 @@ def _open(args: Any, overrides: dict[str, Any], weights: bool) -> tuple[Checkpoi
     """The checkpoint's config.json as it stands, read by our rules; `weights`: with the headers of its tensors."""
     checkpoint = open_checkpoint(
         args.model_path,
-        revision=args.revision,
+        revision=hub_revision(args.model_path, args.revision),
         load_format="auto" if weights else "dummy",
+        cache=args.download_dir,
         hf_overrides=json.dumps(overrides) if overrides else None,
     )
     return checkpoint, *read_spec(checkpoint.config, checkpoint.source)

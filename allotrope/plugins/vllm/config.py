@@ -12,7 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
-from allotrope.architectures.registry import Architecture, read_spec
+from allotrope.architectures.registry import ARCHITECTURES, Architecture, read_spec
 from allotrope.attention.cache_layout import CacheLayout
 from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.checkpoint.weight_formats import quantization_of, weight_formats
@@ -24,9 +24,14 @@ from allotrope.loading.kv_scales import FP8, attention_specs
 from allotrope.plugins.hosted_build import DTYPES, hosted_build
 from allotrope.plugins.vllm import log
 from allotrope.plugins.vllm.speculation import speculation_reasons
-from allotrope.plugins.weights import FOREIGN_FORMATS, foreign_weights
+from allotrope.plugins.weights import FOREIGN_FORMATS, foreign_weights, hub_revision
 
 _KV_DTYPES = {**DTYPES, **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), FP8)}
+# Endings of architectures that vLLM makes of the model that answers.
+_CONVERTED = (
+    *("ForSequenceClassification", "ForTokenClassification", "ClassificationModel", "ForTextEncoding"),
+    *("ForRewardModeling", "EmbeddingModel", "RewardModel", "Model"),
+)
 
 
 def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpoint, Architecture, ModelSpec]:
@@ -42,11 +47,24 @@ def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpo
         )
     checkpoint = open_checkpoint(
         config.model,
-        revision=config.revision,
+        revision=hub_revision(config.model, config.revision),
         load_format="auto" if weights else "dummy",
         hf_overrides=json.dumps(overrides) if overrides else None,
+        cache=vllm_config.load_config.download_dir,
     )
+    names = checkpoint.config.get("architectures")
+    if names:
+        checkpoint.config = checkpoint.config | {"architectures": [_converted(names[0]), *names[1:]]}
     return checkpoint, *read_spec(checkpoint.config, checkpoint.source)
+
+
+def _converted(name: str) -> str:
+    """The architecture whose class vLLM takes, and converts, for one that it does not know by name."""
+    for suffix in () if name in ARCHITECTURES else _CONVERTED:
+        for own in ("ForCausalLM", "ForConditionalGeneration"):
+            if name.endswith(suffix) and name.removesuffix(suffix) + own in ARCHITECTURES:
+                return name.removesuffix(suffix) + own
+    return name
 
 
 def _is_draft(vllm_config: VllmConfig) -> bool:

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 
 from allotrope.architectures.registry import read_draft
+from allotrope.checkpoint.checkpoint import Checkpoint
 from allotrope.errors import ModelError
 from allotrope.layers.draft import DraftModel
 from allotrope.layers.step import Step
@@ -19,7 +20,6 @@ from allotrope.plugins.vllm import log
 from allotrope.plugins.vllm.cache import HostedCache
 from allotrope.plugins.vllm.contract import PAIRED_DRAFT_HEADS
 from allotrope.plugins.vllm.model import HostedLayers, HostedModel
-from allotrope.plugins.weights import StreamedWeights
 
 
 class SharedParts(torch.nn.Module):
@@ -80,7 +80,7 @@ class HostedDraft(HostedLayers):
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""
         return self.draft.logits(hidden_states)
 
-    def _load(self, weights: StreamedWeights | None) -> None:
+    def _load(self, weights: Checkpoint | None) -> None:
         (target,) = self._target
         source = None if weights is None else draft_tensors(weights, self._spec)
         rules = self.architecture.draft_rules(target.decoder.spec, self._spec)

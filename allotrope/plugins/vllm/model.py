@@ -22,7 +22,7 @@ from allotrope.attention.batch import BatchLayout
 from allotrope.attention.cache_layout import Field, StateSlots, row_bytes
 from allotrope.attention.family import Spec
 from allotrope.cache.groups import Member
-from allotrope.checkpoint.checkpoint import Checkpoint
+from allotrope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from allotrope.errors import ModelError
 from allotrope.layers.backend_report import uncaptured
 from allotrope.layers.build import Build
@@ -108,8 +108,14 @@ class HostedLayers(nn.Module):
             self._put_back()
             raise ModelError(self.checkpoint.source, ["weights cannot be loaded a second time; start vLLM anew"])
         names = {name for name, _ in self.named_parameters()}
-        self._load(StreamedWeights(self.checkpoint, weights))
+        self._load(self._own_files(StreamedWeights(self.checkpoint, weights)))
         return names
+
+    def _own_files(self, weights: StreamedWeights) -> Checkpoint:
+        """`weights`, or the checkpoint's own files where vLLM has read Mistral's format, which it prefers."""
+        if "tok_embeddings.weight" not in weights.headers():
+            return weights
+        return self.checkpoint if self.checkpoint.has_weights else open_checkpoint(self.checkpoint.source)
 
     def check_loaded(self) -> None:
         """Raise ModelError where vLLM has filled parameters past `load_weights`: layers read what is made of them
@@ -123,7 +129,7 @@ class HostedLayers(nn.Module):
             # Dummy weights do not come through `load_weights`, and vLLM leaves integer parameters uninitialised.
             self._load(None)
 
-    def _load(self, weights: StreamedWeights | None) -> None:
+    def _load(self, weights: Checkpoint | None) -> None:
         """Load `weights`; None: random ones."""
         raise NotImplementedError
 
@@ -152,6 +158,7 @@ class HostedModel(HostedLayers):
         checkpoint, architecture, spec = open_config(vllm_config, stored)
         super().__init__(checkpoint, architecture)
         self.quantized_weights = quantized_weights
+        self._embeds = getattr(vllm_config.model_config, "convert_type", "none") == "embed"
         refuse_unsupported(vllm_config, self.checkpoint, spec)
         warn_unused_backend(vllm_config)
         self.build = make_build(vllm_config, options)
@@ -233,8 +240,10 @@ class HostedModel(HostedLayers):
         """`hidden_states`: [n, hidden]. Returns [n, vocabulary] fp32."""
         return self.decoder.logits(hidden_states)
 
-    def _load(self, weights: StreamedWeights | None) -> None:
+    def _load(self, weights: Checkpoint | None) -> None:
         """Load `weights`; None: random ones."""
+        if self._embeds and isinstance(weights, StreamedWeights):
+            weights = weights.of_text_model()
         load_decoder(
             self.decoder,
             self.architecture,
