@@ -53,8 +53,8 @@ def test_sglang_runs_its_own_model(environment: dict[str, str], before: str, lin
 def test_what_is_refused(tmp_path: Path) -> None:
     """Every reason at once."""
     options = {"cpu_offload_gb": 1, "enable_two_batch_overlap": True, "kv_cache_dtype": "fp8_e5m2"}
-    options |= {"load_format": "presharded", "enable_memory_saver": True}
-    unread = ("kv_cache_dtype=fp8_e5m2 is not", "load_format=presharded is not")
+    options |= {"load_format": "presharded", "enable_memory_saver": True, "model_impl": "transformers"}
+    unread = ("kv_cache_dtype=fp8_e5m2 is not", "load_format=presharded is not", "model_impl=transformers is not")
     unseen = {
         "offload_group_size": 1,
         "kt_weight_path": "weights",

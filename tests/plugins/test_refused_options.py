@@ -52,6 +52,7 @@ def test_refusals(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
         ("data_parallel_size", 2, "data parallelism of experts"),
         ("enable_expert_parallel", True, "expert parallelism"),
         ("enable_dbo", True, "dual batch overlap"),
+        ("ubatch_size", 2, "dual batch overlap"),
     ],
 )
 def test_parallelism_is_refused(field: str, value: int, what: str, tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def _refuse(args: Any) -> None:
         "releasing weights without a copy (enable_memory_saver without enable_weights_cpu_backup)": (
             args.enable_memory_saver and not args.enable_weights_cpu_backup
         ),
+        f"model_impl={args.model_impl}": args.model_impl not in ("auto", "sglang"),
+        "deterministic inference (enable_deterministic_inference)": args.enable_deterministic_inference,
         f"kv_cache_dtype={args.kv_cache_dtype}": args.kv_cache_dtype not in ("auto", *KV_DTYPES),
     } | {f"{what} ({option})": _is_wanted(getattr(args, option, None)) for option, what in _UNSEEN.items()}
     reasons = [f"{what} is not supported by Allotrope's models" for what, wanted in asked.items() if wanted]

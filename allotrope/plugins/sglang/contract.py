@@ -21,7 +21,7 @@ _ASKED = (
     *("pp_size", "ep_size", "attn_cp_size", "dcp_size", "enable_dp_attention", "enable_two_batch_overlap"),
     *("cpu_offload_gb", "disaggregation_mode", "speculative_algorithm", "enable_unified_memory"),
     *("enable_hierarchical_cache", "enable_lmcache", "disable_cuda_graph", "disable_prefill_cuda_graph"),
-    *("enable_memory_saver", "enable_weights_cpu_backup"),
+    *("enable_memory_saver", "enable_weights_cpu_backup", "model_impl", "enable_deterministic_inference"),
     "download_dir",
 )
 _BATCH = (

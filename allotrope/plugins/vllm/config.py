@@ -90,7 +90,7 @@ def refuse_unsupported(vllm_config: VllmConfig, checkpoint: Checkpoint, spec: Mo
         "data parallelism of experts": parallel.data_parallel_size > 1,
         "expert parallelism": parallel.enable_expert_parallel,
         "quantizing a plain checkpoint": config.quantization is not None and not stated,
-        "dual batch overlap": parallel.enable_dbo,
+        "dual batch overlap": parallel.enable_dbo or getattr(parallel, "ubatch_size", 0) > 1,
         "transfer of caches (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
         "prompts of embeddings": config.enable_prompt_embeds,
         "offloading weights": offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
