@@ -144,7 +144,7 @@ class LLM:
         eos_ids = tuple(dict.fromkeys((*self.engine.limits.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         self._count += 1
         request = Request(request_id=f"offline-{self._count}", prompt_ids=tuple(ids), params=params, eos_ids=eos_ids)
-        request.check(self.engine.limits.vocab_size, self.engine.limits.max_model_len)
+        self.engine.check(request)
         if params.grammar is not None:
             self.engine.compile_grammar(params.grammar).result()
         return request

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,8 @@ from tiny_checkpoints import write_tiny
 
 from allotrope import LLM, SamplingParams
 from allotrope.architectures.llama import tiny_llama
+from allotrope.architectures.qwen3_next import tiny_qwen3_next
+from allotrope.engine.kv_cache_manager import KVCacheManager
 from allotrope.errors import InvalidRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
@@ -100,3 +105,66 @@ def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
         llm.generate([IDS, IDS], params)
     assert llm.engine.num_waiting == 0
     assert prompt_ids(llm, IDS) == [IDS]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_seed_of_numpy_is_that_seed(llm: LLM, n: int) -> None:
+    def tokens(seed: int) -> list[list[int]]:
+        (output,) = llm.generate(IDS, SamplingParams(max_tokens=4, n=n, seed=seed))
+        return [one.token_ids for one in output.outputs]
+
+    assert tokens(np.int64(5)) == tokens(5)  # type: ignore[arg-type]
+    assert llm.engine.num_waiting == 0
+
+
+def test_more_sequences_than_may_wait_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    llm = LLM(write_tiny(tiny_llama(), tmp_path).directory, device="cpu", max_num_waiting=4)
+    llm.engine.step = lambda: pytest.fail("a step has run")  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match=r"^n=5 sequences are more than may wait"):
+        llm.generate([[5], [6]], [GREEDY, SamplingParams(n=5)])
+    llm.close()
+
+
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_a_step_that_failed_leaves_no_state_that_was_not_copied(tmp_path: Path, interrupted: int) -> None:
+    """The state after a prompt's last full page is copied with the step behind it."""
+    llm = LLM(write_tiny(tiny_qwen3_next(), tmp_path).directory, device="cpu", dtype="float32", page_size=4)
+    prompt, params = list(range(8, 41)), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    want = llm.generate(prompt, params)[0].outputs[0].token_ids
+    # Another prompt's state lies where that one lay.
+    llm.engine.reset_prefix_cache()
+    llm.generate(prompt[::-1], params)
+    llm.engine.reset_prefix_cache()
+    executor, calls = llm.engine._executor, itertools.count(1)
+    run = executor.run
+
+    def fail(*arguments: Any) -> Any:
+        if next(calls) == interrupted:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    executor.run = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompt, params)
+    executor.run = run  # type: ignore[method-assign]
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == want
+    assert not any(llm.engine.stats().pages_used.values())
+    llm.close()
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step(llm: LLM) -> None:
+    reserve, seen = KVCacheManager.reserve, []
+
+    def interrupted(*arguments: Any, **more: Any) -> bool:
+        if not seen:
+            seen.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return reserve(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheManager, "reserve", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([IDS, [8]], GREEDY)
+    assert not llm.engine.requests
+    assert not any(llm.engine.stats().pages_used.values())
+    assert len(llm.generate(IDS, GREEDY)[0].outputs[0].token_ids) == 2

@@ -20,6 +20,7 @@ from allotrope.engine.async_scheduling import uses_async_scheduling
 from allotrope.engine.drafting import make_drafting
 from allotrope.engine.executor import Executor, OnDeath
 from allotrope.engine.expert_load import expert_load, write_expert_load
+from allotrope.engine.interrupts import interrupts_wait
 from allotrope.engine.load_plan import LoadPlan
 from allotrope.engine.observer import Observer
 from allotrope.engine.pipeline_loop import PipelineLoop
@@ -136,7 +137,8 @@ class Engine:
         if grammar is not None and constraints is None:
             self.check(request)
             constraints = self.compile_grammar(grammar).result()
-        self._requests.add(request, constraints)
+        with interrupts_wait():
+            self._requests.add(request, constraints)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -158,11 +160,13 @@ class Engine:
 
     def abort(self, request_ids: abc.Sequence[str]) -> None:
         """End requests at once, in whatever phase they are; no output follows. Unknown ids are ignored."""
-        self._requests.abort(request_ids)
+        with interrupts_wait():
+            self._requests.abort(request_ids)
 
     def abort_sequence(self, request_id: str, index: int) -> None:
         """End one sequence of a request at once; its siblings go on. Unknown ids are ignored."""
-        self._requests.abort_sequence(request_id, index)
+        with interrupts_wait():
+            self._requests.abort_sequence(request_id, index)
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
@@ -177,8 +181,14 @@ class Engine:
         self._refuse_closed()
         if self._thread_waiting is not None:
             self._thread_waiting.look()
-        with self._executor.step():
-            outputs = self._loop.step()
+        with interrupts_wait():
+            try:
+                with self._executor.step():
+                    outputs = self._loop.step()
+            except BaseException:
+                # A state may have been noted as kept whose copy was never made.
+                self.reset_prefix_cache()
+                raise
         if self._device.type == "cpu" and not self.has_work():
             host_memory.give_back()
         return outputs

@@ -76,6 +76,12 @@ class RequestTable:
             raise InvalidRequest(
                 f"prompt and max_tokens reach {max_len} tokens, more than the caches hold; ask for fewer.", "max_tokens"
             )
+        if request.params.n > self._config.max_num_waiting:
+            raise InvalidRequest(
+                f"n={request.params.n} sequences are more than may wait (--max-num-waiting "
+                f"{self._config.max_num_waiting}).",
+                "n",
+            )
         if waiting + request.params.n > self._config.max_num_waiting:
             raise Overloaded(
                 f"{waiting} sequences are waiting (--max-num-waiting {self._config.max_num_waiting}). Try again later."
@@ -94,7 +100,9 @@ class RequestTable:
         dp_rank = self._route(request)
         for index in range(request.params.n):
             siblings.append(self._sequence(request, index, siblings[0] if siblings else None, constraints, dp_rank))
-            self.scheduler_of(siblings[-1]).add(siblings[-1])
+        # All or none: what follows cannot fail.
+        for seq in siblings:
+            self.scheduler_of(seq).add(seq)
         self.open[request.request_id] = siblings
 
     def abort(self, request_ids: Iterable[str]) -> None:

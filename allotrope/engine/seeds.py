@@ -22,7 +22,7 @@ def stream_keys(seeds: Sequence[int]) -> NDArray[np.uint64]:
 
     `seeds`: any integers. Returns [len(seeds)] keys for `uniforms`.
     """
-    return _mix(np.array([seed & _MASK for seed in seeds], dtype=np.uint64))
+    return _mix(np.array([int(seed) & _MASK for seed in seeds], dtype=np.uint64))
 
 
 def uniforms(keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
