@@ -32,6 +32,7 @@ from allotrope.verify.stored import MANIFEST, Stored, has_stored, read_stored
 from allotrope.verify.tolerance import Limits, Score, as_measured, measured, score_samples, with_fp8_rows
 
 Log = Callable[[str], None]
+ALL_BEHIND_TIES = "every position is behind a near-tie of a router, so that none could be compared"
 
 
 def verify(config: EngineConfig, options: VerifyOptions, log: Log = lambda text: None) -> Report:
@@ -250,6 +251,8 @@ def _explained(
         return dataclasses.replace(wrong, layer=layers.finding())
     score = score_samples(bench.samples, seen, expected.limits, layers.tainted)
     if not score.faults:
+        if not score.positions:
+            return dataclasses.replace(wrong, verdict="not exercised", score=score, remark=ALL_BEHIND_TIES)
         return dataclasses.replace(wrong, verdict="pass", score=score)
     return dataclasses.replace(wrong, score=score, layer=layers.finding())
 
@@ -275,6 +278,8 @@ def _run(
         text = f"the engine broke: {type(error).__name__}: {error}"
         return ModeResult(mode.name, mode.text, "wrong", None, text, time.monotonic() - started)
     score = score_samples(bench.samples, recorder, limits, tainted)
+    if not score.positions and not score.faults:
+        return ModeResult(mode.name, mode.text, "not exercised", score, ALL_BEHIND_TIES, time.monotonic() - started)
     verdict: Verdict = "wrong" if score.faults else "pass"
     return ModeResult(mode.name, mode.text, verdict, score, remark, time.monotonic() - started)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import TinyCheckpoint
+from random_models import tiny as tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import TinyCheckpoint, write_tiny
 from verify_fixtures import Spoil, Tiny
 
 from allotrope.cache.prefix import PrefixCache
@@ -32,6 +35,20 @@ def test_the_reference_keeps_its_angles_exact(tiny: Tiny) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     angles = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     assert angles and all(buffer.dtype == torch.float32 for buffer in angles)
+
+
+def test_nothing_compared_is_no_pass(tmp_path: Path) -> None:
+    """Routers of zeros tie everywhere: what another head says is behind a near-tie in every position."""
+    model, other = tmp_path / "model", tmp_path / "other"
+    write_tiny(tiny_model("Qwen3MoeForCausalLM"), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {name: torch.zeros_like(one) for name, one in tensors.items() if name.endswith("mlp.gate.weight")}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    shutil.copytree(model, other)
+    head = {"lm_head.weight": torch.randn_like(tensors["lm_head.weight"])}
+    save_file(tensors | head, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="nothing was compared"):
+        run(model, against="transformers", reference=str(other), modes="whole,batched", lengths="3,20", new_tokens=3)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
