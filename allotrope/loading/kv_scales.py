@@ -24,7 +24,8 @@ from allotrope.layers.mixers.mixer import attention_of
 from allotrope.layers.model_spec import ModelSpec
 
 FP8 = torch.float8_e4m3fn
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)_scale")
+# Quark and early compressed-tensors have them as scales of the projections' outputs.
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\..*\.(q|k|v|kv)(?:_scale|_proj\.output_scale)")
 # Layers of a draft model have numbers of their own, which are not those of the model's layers.
 _DRAFT = re.compile(r"(?:.*\.)?mtp\..*")
 
@@ -44,7 +45,9 @@ class WithoutKvScales(CheckpointView):
             if found is None:
                 self._kept[name] = header
             elif found[2] != "q":
-                self.scales.setdefault(int(found[1]), {})[found[2]] = name
+                of_layer = self.scales.setdefault(int(found[1]), {})
+                if found[2] not in of_layer or not name.endswith(".output_scale"):
+                    of_layer[found[2]] = name
 
     def headers(self) -> dict[str, TensorHeader]:
         """As `Checkpoint.headers`."""

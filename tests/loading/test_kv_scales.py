@@ -55,6 +55,15 @@ def test_scales_of_the_checkpoint(tiny: TinyCheckpoint, tmp_path: Path, caplog: 
     assert "scales of FP8 rows are not used" in caplog.text
 
 
+def test_scales_of_projections_outputs(tiny: TinyCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Quark names them; where a layer has both names, the plain one counts."""
+    names = {f"{kind}_proj.output_scale": value for kind, value in (("q", 1.0), ("k", 0.5), ("v", 0.25))}
+    with caplog.at_level(logging.INFO, "allotrope"):
+        running = engine(with_scales(tiny, tmp_path, names | {"v_scale": 0.75}), kv_cache_dtype="fp8")
+    assert scales_of(running)[1] == {"k_scale": 0.5, "v_scale": 0.75}
+    assert "from the checkpoint" in caplog.text
+
+
 def test_one_scale_for_both(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     running = engine(with_scales(tiny, tmp_path, {"kv_scale": 2.0}), kv_cache_dtype="fp8")
     assert scales_of(running)[1] == {"k_scale": 2.0, "v_scale": 2.0}
