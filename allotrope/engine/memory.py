@@ -13,13 +13,14 @@ from torch import nn
 
 from allotrope.config import EngineConfig
 from allotrope.kernels.chip import free_memory as free_device_memory
+from allotrope.layers.embedding import Head
 from allotrope.layers.moe import Experts
 from allotrope.layers.weights import packed_bytes
 
 
 def weight_bytes_of(model: nn.Module) -> int:
     """Bytes of a rank's weights. `model`: made without memory."""
-    copies = sum(module.copied_bytes() for module in model.modules() if isinstance(module, Experts))
+    copies = sum(module.copied_bytes() for module in model.modules() if isinstance(module, Experts | Head))
     return copies + sum(packed_bytes(one) for one in model.parameters())
 
 

@@ -119,6 +119,12 @@ class Head(nn.Module):
             self.weight = build.parameter(shape, Placement((section,)))
             mark_quantized_on_load(self.weight, self.matmul)
 
+    def copied_bytes(self) -> int:
+        """Bytes that loading adds: on a CPU a plain table that an embedding shares is kept as it is, too."""
+        if not self._tied or self.format is not PLAIN or not isinstance(self.weight, torch.Tensor):
+            return 0
+        return self.matmul.backend.copy_bytes(self.weight.shape, self.weight.dtype)
+
     def finish_loading(self) -> None:
         """Pack the weight for its backend. An embedding that shares a plain one keeps the original, and a quantized one
         is packed by it, before."""

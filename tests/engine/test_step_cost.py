@@ -23,7 +23,7 @@ from allotrope.engine.load_plan import LoadPlan, resolve_load_plan
 from allotrope.engine.planning.plan_report import report_model
 from allotrope.engine.planning.step_cost import ModelCost, step_cost
 from allotrope.kernels.chip import CHIPS, chip_of
-from allotrope.layers.embedding import Embedding
+from allotrope.layers.embedding import Embedding, Head
 from allotrope.layers.moe import Experts
 from allotrope.layers.parallel import Parallel, placement_of
 from allotrope.ops.rope import RopeSpec
@@ -183,6 +183,21 @@ def test_quantized_weights_count_as_stored(tmp_path: Path) -> None:
     assert kept["experts"].fp8 == kept["experts"].flops and 0 < kept["dense"].fp8 < kept["dense"].flops
 
 
+def test_a_table_that_a_head_shares_lies_in_memory_twice_on_a_cpu(tmp_path: Path) -> None:
+    """As it is for the embedding, and packed for the head."""
+    found = []
+    for tied in (True, False):
+        config = find_architecture({"architectures": ["Qwen3ForCausalLM"]}, "").tiny() | {"tie_word_embeddings": tied}
+        folder = tmp_path / str(tied)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4096}))
+        options = {"load_format": "dummy", "device": "cpu", "dtype": "bfloat16"}
+        found.append(resolve_load_plan(EngineConfig(model=str(folder), **options)))
+    once, packed = (plan.weight_bytes for plan in found)
+    backend = found[0].meta_model.head.matmul.backend.name
+    assert once == pytest.approx(packed, rel=0.02) or backend in ("pytorch", "reference"), backend
+
+
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_all_weights_are_read_but_for_tables(name: str, tmp_path: Path) -> None:
     load_plan = drawn(tmp_path, name)
@@ -191,7 +206,7 @@ def test_all_weights_are_read_but_for_tables(name: str, tmp_path: Path) -> None:
     tables |= {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, Embedding)}
     tables.pop(id(model.head.weight), None)
     # What lies in memory in two orders is read in one.
-    copies = sum(m.copied_bytes() for m in model.modules() if isinstance(m, Experts))
+    copies = sum(m.copied_bytes() for m in model.modules() if isinstance(m, Experts | Head))
     length = torch.tensor([2000])
     lengths = Lengths(length, length, 4)
     counted = Counter(load_plan.specs)

@@ -253,6 +253,9 @@ def weight_shares(model: Decoder | DraftModel) -> dict[str, WeightShare]:
     for _, module, kind in modules_by_kind(model):
         if isinstance(module, Experts):
             found[kind] = found.get(kind, WeightShare()) + WeightShare(sharded=module.copied_bytes())
+        elif isinstance(module, Head) and (copied := module.copied_bytes()):
+            share = WeightShare(replicated=copied) if module.whole else WeightShare(sharded=copied)
+            found[kind] = found.get(kind, WeightShare()) + share
         for parameter in module.parameters(recurse=False):
             # A head may share the table of an embedding.
             if id(parameter) not in seen:

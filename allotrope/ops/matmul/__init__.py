@@ -117,7 +117,7 @@ MATMUL = Op(
             packed_bytes=cpu_blocks.packed_bytes,
         ),
         MatmulBackend("cpu", cpu.rejects, cpu.matmul, cpu.pack, copy_bytes=cpu.panel_bytes),
-        MatmulBackend("onednn", onednn.rejects, onednn.matmul, onednn.pack),
+        MatmulBackend("onednn", onednn.rejects, onednn.matmul, onednn.pack, copy_bytes=onednn.reordered_bytes),
         MatmulBackend("pytorch", pytorch.rejects, pytorch.matmul),
         MatmulBackend("reference", runs_anywhere, reference.matmul),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,11 @@ def pack(weight: PlainWeight) -> OneDNNWeight:
     """`MatmulBackend.pack`."""
     outputs, inputs = weight.shape
     return OneDNNWeight(torch.ops.mkldnn._reorder_linear_weight(weight.values, None), (outputs, inputs))
+
+
+def reordered_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of the reordered weight of `shape`, which takes memory of its own."""
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def matmul(
