@@ -298,7 +298,7 @@ def row_scales(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, ..
     factors = torch.exp2(scale.float() - SCALE_BIAS) if scale.dtype == torch.uint8 else scale.float()
     if scale.numel() == 1:
         return factors.reshape(1, 1).expand(*outer, out, 1)
-    if tuple(scale.shape) in ((out,), (out, 1)):
+    if not outer and tuple(scale.shape) in ((out,), (out, 1)):
         return factors.reshape(-1, 1)
     if tuple(scale.shape) == (*outer, out, 1):
         return factors

@@ -209,7 +209,9 @@ def _read_compressed(stated: Mapping[str, Any]) -> _Groups:
         weights = group.get("weights")
         if weights:
             groups.append((targets, _compressed_scheme(weights, group.get("format") or stated.get("format"))))
-    return groups
+    # As compressed-tensors does: a name goes before a regular expression, and that before a class.
+    ranked = [((target,), scheme) for targets, scheme in groups for target in targets]
+    return sorted(ranked, key=lambda one: 2 if one[0] == (EVERY,) else int(one[0][0].startswith("re:")))
 
 
 def _compressed_scheme(weights: Mapping[str, Any], form: object) -> Scheme:

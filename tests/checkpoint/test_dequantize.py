@@ -86,6 +86,9 @@ def test_fp8_per_tensor_and_per_row() -> None:
     rows = torch.rand(6)
     for scale in (rows, rows[:, None]):
         assert torch.equal(scaled(weight, scale, ()), weight.float() * rows[:, None])
+    # Of stacked experts, whose number is that of the rows, neither is meant for sure.
+    with pytest.raises(ValueError, match=r"shape \[6\] for a weight of \[6, 6, 4\]"):
+        scaled(weight.expand(6, 6, 4), rows, ())
     with pytest.raises(ValueError, match=r"shape \[3, 2\] for a weight of \[6, 4\]"):
         scaled(weight, torch.ones(3, 2), (4, 4))
 

@@ -232,6 +232,27 @@ def test_a_malformed_statement_is_refused(stated: Any, reason: str) -> None:
         weight_formats({"quantization_config": stated}, "model")
 
 
+def test_a_group_of_names_goes_before_one_of_a_class() -> None:
+    """As compressed-tensors ranks them, in whatever order they stand."""
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": numbers | {"strategy": "channel"}},
+        "group_1": {
+            "targets": ["re:.*experts.*"],
+            "weights": numbers | {"strategy": "block", "block_structure": [128, 128]},
+        },
+        "group_2": {"targets": ["model.layers.0.mlp.experts.0.up_proj"], "weights": numbers | {"strategy": "tensor"}},
+    }
+    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    formats = weight_formats({"quantization_config": stated}, "")
+    assert formats is not None
+    schemes = [
+        formats.scheme(f"model.layers.0.{name}.weight")
+        for name in ("self_attn.q_proj", "mlp.experts.1.up_proj", "mlp.experts.0.up_proj")
+    ]
+    assert all(schemes) and schemes[1].block == (128, 128) and len({str(one) for one in schemes}) == 3
+
+
 def test_layers_of_their_own_and_lists_of_what_stays_plain() -> None:
     layers = {"*lm_head": {"weight": None}, "*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}
     formats = weight_formats(
