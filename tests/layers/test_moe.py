@@ -242,9 +242,9 @@ def test_a_rank_launches_its_experts_for_the_rows_of_each(monkeypatch: pytest.Mo
 
     asked = []
 
-    def record(shape: Shape, rows: int, chip: str) -> Launch:
+    def record(shape: Shape, rows: int, chip: str, library: bool) -> Launch:
         asked.append((shape.experts, rows))
-        return launch_for(shape, rows, chip)
+        return launch_for(shape, rows, chip, library)
 
     monkeypatch.setattr(providers, "launch_for", record)
     on_gpu = Chooser(CHIPS["sm_90"], dict.fromkeys(("moe_group", "moe_combine"), "reference"))

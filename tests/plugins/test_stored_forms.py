@@ -53,7 +53,7 @@ def test_a_revision_goes_with_a_hub_id_alone(tmp_path: Path, monkeypatch: pytest
     assert [(one["revision"], one["cache_dir"]) for one in asked] == [("a" * 40, "elsewhere")]
 
 
-def test_mistrals_format_beside_ours(tmp_path: Path) -> None:
+def test_a_repository_with_mistrals_format_too(tmp_path: Path) -> None:
     path = write("MistralForCausalLM", tmp_path, head_dim=32)
     with hosted(path, block_size=32) as running:
         wanted = running.answers(ASKED, COUNT)
