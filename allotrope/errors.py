@@ -6,6 +6,7 @@ A message states what failed, each fact with its value and the allowed values, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class AllotropeError(Exception):
@@ -47,6 +48,17 @@ class InvalidRequest(AllotropeError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class RequestsFailed(AllotropeError):
+    """Some of several requests failed, and the others did not notice.
+
+    `outputs`: what each request gave, in order; None where it failed.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class Overloaded(AllotropeError):

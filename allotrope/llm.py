@@ -20,7 +20,7 @@ from allotrope.config import EngineConfig
 from allotrope.engine.engine import Engine
 from allotrope.engine.frozen_heap import frozen_heap
 from allotrope.engine.sampling_defaults import Defaults, describe_defaults
-from allotrope.errors import AllotropeError, InvalidRequest
+from allotrope.errors import AllotropeError, InvalidRequest, RequestsFailed
 from allotrope.request import NOTHING_ALLOWED, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.text.stream import TextStream
 from allotrope.text.tokenizer import Tokenizer, load_tokenizer
@@ -100,7 +100,8 @@ class LLM:
         """Continue each prompt: a text, token ids, or as vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
         `params`: for all prompts, or one for each; default: `get_default_sampling_params()`. Returns one output per
-        prompt, in order. Raises InvalidRequest before the first step if a prompt or its parameters cannot be served.
+        prompt, in order. Raises InvalidRequest before the first step if a prompt or its parameters cannot be served,
+        and RequestsFailed with the outputs of the others once these are done if some of several prompts failed.
         """
         batch = _read_prompts(prompts)
         sampling = self.get_default_sampling_params() if params is None else params
@@ -156,20 +157,41 @@ class LLM:
             for request in requests
         }
         with frozen_heap():
-            self._accumulate(requests, accumulators)
-        return [accumulators[request.request_id].output for request in requests]
+            failed = self._accumulate(requests, accumulators)
+        ids = [request.request_id for request in requests]
+        outputs = [None if name in failed else accumulators[name].output for name in ids]
+        if failed:
+            first = next(failed[name] for name in ids if name in failed)
+            if len(requests) == 1:
+                raise first
+            raise RequestsFailed(
+                f"{len(failed)} of {len(requests)} requests failed, the first of them as: {first}", outputs
+            ) from first
+        return [output for output in outputs if output is not None]
 
-    def _accumulate(self, requests: Sequence[Request], accumulators: Mapping[str, _Accumulator]) -> None:
-        """Run the requests to their ends. `accumulators`: of each, by its id."""
+    def _accumulate(
+        self, requests: Sequence[Request], accumulators: Mapping[str, _Accumulator]
+    ) -> dict[str, AllotropeError]:
+        """Run the requests to their ends. `accumulators`: of each, by its id. Returns the errors of those that failed,
+        by their ids."""
         waiting = list(requests)
-        live = set(accumulators)
+        live, failed = set(accumulators), dict[str, AllotropeError]()
         try:
             while live:
                 while waiting and self._has_room_for(waiting[0]):
                     self.engine.add(waiting.pop(0))
                 for output in self.engine.step():
+                    if output.request_id in failed:
+                        continue
                     accumulator = accumulators[output.request_id]
-                    accumulator.take(output)
+                    try:
+                        accumulator.take(output)
+                    except AllotropeError as error:
+                        # Its other sequences end with it; other requests go on.
+                        failed[output.request_id] = error
+                        live.discard(output.request_id)
+                        self.engine.abort([output.request_id])
+                        continue
                     if output.finish_reason is None and accumulator.ended(output.index):
                         # A stop string ended this sequence. The engine matches stop ids only, so it is told to abort
                         # it; the other sequences continue.
@@ -180,6 +202,7 @@ class LLM:
             # After any error or interrupt, the engine drops the requests whose outputs nobody reads.
             self.engine.abort(list(live))
             raise
+        return failed
 
     def _has_room_for(self, request: Request) -> bool:
         """Whether the engine's queue has room for `request`. An empty queue passes every request to the engine, which

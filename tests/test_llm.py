@@ -17,7 +17,7 @@ from allotrope import LLM, SamplingParams
 from allotrope.architectures.llama import tiny_llama
 from allotrope.architectures.qwen3_next import tiny_qwen3_next
 from allotrope.engine.kv_cache_manager import KVCacheManager
-from allotrope.errors import InvalidRequest
+from allotrope.errors import AllotropeError, InvalidRequest, RequestsFailed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 IDS = [5, 6, 7]
@@ -105,6 +105,24 @@ def test_parameters_of_another_type_are_refused(llm: LLM, params: Any) -> None:
         llm.generate([IDS, IDS], params)
     assert llm.engine.num_waiting == 0
     assert prompt_ids(llm, IDS) == [IDS]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_that_fails_takes_no_other_with_it(tmp_path: Path, n: int) -> None:
+    """A token's embedding is broken."""
+    llm = LLM(write_tiny(tiny_llama(), tmp_path).directory, device="cpu", max_num_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=n)
+    want = [output.outputs for output in llm.generate([IDS, IDS[:2]], params)]
+    llm.engine.model.embedding.weight.data[12] = torch.nan
+    with pytest.raises(RequestsFailed, match=r"^2 of 4 requests failed, the first of them as: .*not numbers") as error:
+        llm.generate([IDS, [12, 5], IDS[:2], [7, 12]], params)
+    outputs = error.value.outputs
+    assert [output and output.outputs for output in outputs] == [want[0], None, want[1], None]
+    assert not llm.engine.requests and not any(llm.engine.stats().pages_used.values())
+    # Alone it is its own error.
+    with pytest.raises(AllotropeError, match=r"^request .* failed: .*not numbers"):
+        llm.generate([12, 5], params)
+    llm.close()
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from allotrope.commands.sampling import SamplingOptions
 from allotrope.config import EngineConfig
+from allotrope.errors import RequestsFailed
+
+if TYPE_CHECKING:
+    from allotrope.llm import RequestOutput
 
 
 def generate(
@@ -36,5 +40,14 @@ def generate(
         for text in prompt
     ]
     params = [model.params(ids, sampling) for ids in prompts]
-    for text, output in zip(prompt, model.llm.generate(prompts, params), strict=True):
-        print(f"{text!r}: {output.outputs[0].text!r}")
+    failure: RequestsFailed | None = None
+    outputs: list[RequestOutput | None]
+    try:
+        outputs = [*model.llm.generate(prompts, params)]
+    except RequestsFailed as error:
+        failure, outputs = error, error.outputs
+    for text, output in zip(prompt, outputs, strict=True):
+        if output is not None:
+            print(f"{text!r}: {output.outputs[0].text!r}")
+    if failure is not None:
+        raise failure
