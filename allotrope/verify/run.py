@@ -250,11 +250,9 @@ def _explained(
     if len(recorder.samples) < len(bench.samples):
         return dataclasses.replace(wrong, layer=layers.finding())
     score = score_samples(bench.samples, seen, expected.limits, layers.tainted)
-    if not score.faults:
-        if not score.positions:
-            return dataclasses.replace(wrong, verdict="not exercised", score=score, remark=ALL_BEHIND_TIES)
-        return dataclasses.replace(wrong, verdict="pass", score=score)
-    return dataclasses.replace(wrong, score=score, layer=layers.finding())
+    verdict, remark = _verdict_on(score, wrong.remark)
+    layer = layers.finding() if verdict == "wrong" else wrong.layer
+    return dataclasses.replace(wrong, verdict=verdict, score=score, remark=remark, layer=layer)
 
 
 def _run(
@@ -278,10 +276,15 @@ def _run(
         text = f"the engine broke: {type(error).__name__}: {error}"
         return ModeResult(mode.name, mode.text, "wrong", None, text, time.monotonic() - started)
     score = score_samples(bench.samples, recorder, limits, tainted)
-    if not score.positions and not score.faults:
-        return ModeResult(mode.name, mode.text, "not exercised", score, ALL_BEHIND_TIES, time.monotonic() - started)
-    verdict: Verdict = "wrong" if score.faults else "pass"
+    verdict, remark = _verdict_on(score, remark)
     return ModeResult(mode.name, mode.text, verdict, score, remark, time.monotonic() - started)
+
+
+def _verdict_on(score: Score, remark: str) -> tuple[Verdict, str]:
+    """The verdict on a mode that ran, and what to remark."""
+    if score.faults:
+        return "wrong", remark
+    return ("pass", remark) if score.positions else ("not exercised", ALL_BEHIND_TIES)
 
 
 def _report(
