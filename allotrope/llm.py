@@ -153,24 +153,23 @@ class LLM:
     def _run(self, requests: Sequence[Request], *, continues_text: bool) -> list[RequestOutput]:
         """`continues_text`: the answer continues the prompt's text; a chat answer starts a text of its own."""
         accumulators = {
-            request.request_id: _Accumulator(request, self._text(), continues_text=continues_text)
+            request.request_id: Accumulator(request, self._text(), continues_text=continues_text)
             for request in requests
         }
         with frozen_heap():
             failed = self._accumulate(requests, accumulators)
-        ids = [request.request_id for request in requests]
-        outputs = [None if name in failed else accumulators[name].output for name in ids]
-        if failed:
-            first = next(failed[name] for name in ids if name in failed)
-            if len(requests) == 1:
-                raise first
-            raise RequestsFailed(
-                f"{len(failed)} of {len(requests)} requests failed, the first of them as: {first}", outputs
-            ) from first
-        return [output for output in outputs if output is not None]
+        if not failed:
+            return [one.output for one in accumulators.values()]
+        first = next(failed[name] for name in accumulators if name in failed)
+        if len(requests) == 1:
+            raise first
+        raise RequestsFailed(
+            f"{len(failed)} of {len(requests)} requests failed, the first of them as: {first}",
+            [None if name in failed else one.output for name, one in accumulators.items()],
+        ) from first
 
     def _accumulate(
-        self, requests: Sequence[Request], accumulators: Mapping[str, _Accumulator]
+        self, requests: Sequence[Request], accumulators: Mapping[str, Accumulator]
     ) -> dict[str, AllotropeError]:
         """Run the requests to their ends. `accumulators`: of each, by its id. Returns the errors of those that failed,
         by their ids."""
@@ -220,7 +219,7 @@ def _has_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     return config.tokenizer is not None or checkpoint.tokenizer_path is not None
 
 
-class _Accumulator:
+class Accumulator:
     """Accumulates the outputs of one request."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:

@@ -127,17 +127,19 @@ def test_a_prompt_that_fails_takes_no_other_with_it(tmp_path: Path, n: int) -> N
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_seed_of_numpy_is_that_seed(llm: LLM, n: int) -> None:
-    def tokens(seed: int) -> list[list[int]]:
+    def tokens(seed: Any) -> list[list[int]]:
         (output,) = llm.generate(IDS, SamplingParams(max_tokens=4, n=n, seed=seed))
         return [one.token_ids for one in output.outputs]
 
-    assert tokens(np.int64(5)) == tokens(5)  # type: ignore[arg-type]
+    assert tokens(np.int64(5)) == tokens(5)
     assert llm.engine.num_waiting == 0
 
 
-def test_more_sequences_than_may_wait_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_more_sequences_than_may_wait_are_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(write_tiny(tiny_llama(), tmp_path).directory, device="cpu", max_num_waiting=4)
-    llm.engine.step = lambda: pytest.fail("a step has run")  # type: ignore[method-assign]
+    monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("a step has run"))
     with pytest.raises(InvalidRequest, match=r"^n=5 sequences are more than may wait"):
         llm.generate([[5], [6]], [GREEDY, SamplingParams(n=5)])
     llm.close()
@@ -161,10 +163,10 @@ def test_a_step_that_failed_leaves_no_state_that_was_not_copied(tmp_path: Path, 
             raise KeyboardInterrupt
         return run(*arguments)
 
-    executor.run = fail  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(prompt, params)
-    executor.run = run  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "run", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompt, params)
     assert llm.generate(prompt, params)[0].outputs[0].token_ids == want
     assert not any(llm.engine.stats().pages_used.values())
     llm.close()

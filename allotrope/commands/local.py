@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from allotrope.commands.remote import Thought
 from allotrope.config import EngineConfig
-from allotrope.errors import AllotropeError, ConfigError
+from allotrope.errors import ConfigError
 from allotrope.progress import show_progress
 from allotrope.request import Request, SamplingParams
 from allotrope.text import formats
@@ -75,10 +75,9 @@ class LocalModel:
         return sampling.as_params(self.llm.sampling_defaults, len(prompt_ids), self.llm.engine.limits.max_model_len)
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams, *, continues_text: bool) -> Iterator[str]:
-        from allotrope.text.stream import TextStream
+        from allotrope.llm import Accumulator
 
         engine, tokenizer = self.llm.engine, self.llm.tokenizer
-        text = TextStream(tokenizer, params, continues_text=continues_text)
         name = next(self._names)
         request = Request(
             request_id=name,
@@ -88,21 +87,18 @@ class LocalModel:
             arrival=time.monotonic(),
         )
         self.last_tokens = 0
+        answer = Accumulator(request, tokenizer, continues_text=continues_text)
+        (completion,) = answer.output.outputs
         engine.add(request)
         try:
             while engine.has_work():
                 for output in engine.step():
-                    if output.error is not None:
-                        raise AllotropeError(f"the engine dropped the request: {output.error}")
-                    # The engine stops at stop ids only, so the last token is one, and its text is left out.
-                    ended = int(output.finish_reason == "stop")
-                    ids = output.token_ids[: len(output.token_ids) - ended]
-                    delta = text.push(ids, final=output.finish_reason is not None)
-                    # A step may have added tokens behind a stop string.
-                    self.last_tokens = text.used_tokens + (ended if text.stopped_by is None else 0)
-                    if delta:
-                        yield delta
-                    if text.stopped_by is not None:
+                    shown = len(completion.text)
+                    answer.take(output)
+                    self.last_tokens = len(completion.token_ids)
+                    if completion.text[shown:]:
+                        yield completion.text[shown:]
+                    if answer.finished:
                         return
         finally:
             engine.abort([name])

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from allotrope.engine.client import EngineClient
 from allotrope.engine.messages import LENGTH, Stepped, pack, unpack_from_engine
 from allotrope.engine.report import EngineStats, SpeculationStats
-from allotrope.llm import RequestOutput, _Accumulator
+from allotrope.llm import Accumulator, RequestOutput
 from allotrope.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
 from allotrope.server.answers import CompletionAnswer
 from allotrope.server.chat_answer import ChatAnswer
@@ -199,7 +199,7 @@ def test_counts_cross_the_process_border() -> None:
 
 
 def accumulated(tokenizer: Tokenizer, params: SamplingParams, portions: list[list[int]], reason: str) -> RequestOutput:
-    accumulator = _Accumulator(Request(request_id="r", prompt_ids=(5,), params=params), tokenizer, continues_text=False)
+    accumulator = Accumulator(Request(request_id="r", prompt_ids=(5,), params=params), tokenizer, continues_text=False)
     for place, portion in enumerate(portions):
         scores = tuple(TokenLogprobs(token, -1.0, 1) for token in portion)
         last = place == len(portions) - 1
