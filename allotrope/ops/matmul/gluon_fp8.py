@@ -117,12 +117,12 @@ def _add_parts(own, size, there, begins, ends, HALVES: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    out, low, high, own, arrived, row, rows, outputs, column, out_stride, first, begins, ends, HALVES: gl.constexpr
-):
+    out, low, high, own, arrived, there_low, there_high, rows, outputs, column, out_stride, first, begins, ends,
+    HALVES: gl.constexpr,
+):  # fmt: skip
     """Store this program's sums of a tile, from step `first` of it. The last of the tile's programs, `begins` to
-    `ends`, adds those of all. `arrived`: the count of them."""
+    `ends`, adds those of all. `arrived`: the count of them. `there_low`, `there_high`: which rows there are."""
     size: gl.constexpr = 64 * _COLUMNS
-    there_low, there_high = gl.expand_dims(row < rows, 1), gl.expand_dims(row + 64 < rows, 1)
     mine = _part_of(own, gl.program_id(0), (first == 0).to(gl.int32), HALVES)
     gl.store(mine, low, mask=there_low)
     if HALVES == 2:
@@ -198,8 +198,9 @@ def _multiply(
             _store(out, low + others_low, high + others_high, rows, outputs, column, out_stride, HALVES)
         else:
             _finish(
-                out, low, high, own, arrived, row, rows, outputs, column, out_stride, first, begins, ends, HALVES
-            )
+                out, low, high, own, arrived, there_low, there_high, rows, outputs, column, out_stride, first, begins,
+                ends, HALVES,
+            )  # fmt: skip
         position += last - first
 
 
