@@ -205,13 +205,13 @@ def _read_compressed(stated: Mapping[str, Any]) -> _Groups:
     groups: _Groups = []
     for group in (stated.get("config_groups") or {}).values():
         # A class of modules means all of them: others are not quantized.
-        targets = tuple(EVERY if target == "Linear" else str(target) for target in group.get("targets") or ())
+        targets = [EVERY if target == "Linear" else str(target) for target in group.get("targets") or ()]
         weights = group.get("weights")
         if weights:
-            groups.append((targets, _compressed_scheme(weights, group.get("format") or stated.get("format"))))
+            scheme = _compressed_scheme(weights, group.get("format") or stated.get("format"))
+            groups += [((target,), scheme) for target in targets]
     # As compressed-tensors does: a name goes before a regular expression, and that before a class.
-    ranked = [((target,), scheme) for targets, scheme in groups for target in targets]
-    return sorted(ranked, key=lambda one: 2 if one[0] == (EVERY,) else int(one[0][0].startswith("re:")))
+    return sorted(groups, key=lambda one: 2 if one[0] == (EVERY,) else int(one[0][0].startswith("re:")))
 
 
 def _compressed_scheme(weights: Mapping[str, Any], form: object) -> Scheme:

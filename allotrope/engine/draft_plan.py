@@ -59,7 +59,7 @@ def resolve_draft(
                 f"speculative_config: num_speculative_tokens is missing, and {checkpoint.source} names {number}. Give "
                 f"1 to {MAX_SPECULATIVE_TOKENS}."
             )
-        draft, count = head, count or head.num_drafts or 0
+        draft, count = head, count or named or 0
     else:
         assert wanted.model is not None
         own = open_checkpoint(wanted.model, load_format="dummy" if config.load_format == "dummy" else "auto")

@@ -68,6 +68,9 @@ class _ServerEnded:
     """To the loop: nobody is left to answer."""
 
 
+_Message = ToEngine | _Compiled | _ServerEnded
+
+
 class EngineProcess:
     """The engine's side of the border: one socket, a thread that reads it, and the loop that steps.
 
@@ -77,7 +80,7 @@ class EngineProcess:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._inbox: SimpleQueue[ToEngine | _Compiled | _ServerEnded] = SimpleQueue()
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._compiling: dict[str, Request] = {}
         # The engine, if it counts the tokens of experts: it writes them when it is closed.
         self._counting: Engine | None = None
@@ -137,7 +140,7 @@ class EngineProcess:
 
     def _turn(self, engine: Engine) -> None:
         """Take what has arrived (waiting where there is nothing else to do), then one step."""
-        message: ToEngine | _Compiled | _ServerEnded | None = None if engine.has_work() else self._inbox.get()
+        message: _Message | None = None if engine.has_work() else self._inbox.get()
         while True:
             if message is not None:
                 self._take(engine, message)
@@ -148,7 +151,7 @@ class EngineProcess:
         outputs = engine.step() if engine.has_work() else []
         self._send(Stepped(outputs=outputs, stats=engine.stats(), made=time.monotonic()))
 
-    def _take(self, engine: Engine, message: ToEngine | _Compiled | _ServerEnded) -> None:
+    def _take(self, engine: Engine, message: _Message) -> None:
         match message:
             case Add(request):
                 self._add(engine, request)

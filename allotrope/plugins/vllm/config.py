@@ -60,7 +60,9 @@ def open_config(vllm_config: VllmConfig, weights: bool = False) -> tuple[Checkpo
 
 def _converted(name: str) -> str:
     """The architecture whose class vLLM takes, and converts, for one that it does not know by name."""
-    for suffix in () if name in ARCHITECTURES else _CONVERTED:
+    if name in ARCHITECTURES:
+        return name
+    for suffix in _CONVERTED:
         for own in ("ForCausalLM", "ForConditionalGeneration"):
             if name.endswith(suffix) and name.removesuffix(suffix) + own in ARCHITECTURES:
                 return name.removesuffix(suffix) + own
